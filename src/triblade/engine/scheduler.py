@@ -1,0 +1,217 @@
+"""What the next step computes: which requests, and how many tokens of each, under one budget of tokens.
+
+Knows ids and counts only; it is tested on a fake runner in milliseconds. Invariants: a request's blocks cover the tokens it
+computes; a block is published only after the step that computed it; the first request in order always makes progress.
+
+Life of a request here:
+  add -> WAITING -> admitted when blocks for all its tokens are free (minus its cached prefix) -> RUNNING, chunk by chunk, then one
+  token a step -> finish. When a running request needs a block and none is free, the last in order is preempted: it loses its
+  blocks and waits again; its published blocks stay cached while nobody takes them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from triblade.engine.block_pool import BlockPool, CachedBlock
+from triblade.engine.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Compute tokens [start, start + num_tokens) of a request; the last num_draft_tokens of them are not verified yet."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_draft_tokens: int
+    samples: bool  # the step reaches the end of the known tokens, so that a new one can be sampled
+
+    @classmethod
+    def next(cls, request: Request, num_tokens: int) -> ScheduledRequest:
+        """The next `num_tokens` of a request."""
+        start = request.num_computed_tokens
+        beyond = start + num_tokens - request.num_tokens
+        return cls(request, start, num_tokens, max(0, beyond), beyond >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step."""
+
+    scheduled: list[ScheduledRequest]
+    preempted: list[Request]
+    starved: list[Request]  # cannot get a block even with the pool to themselves; the engine ends them
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+class Scheduler:
+    """Chooses the work of each step.
+
+    Args:
+        pool: the blocks.
+        block_size: tokens per block.
+        max_num_seqs: most requests running.
+        max_num_batched_tokens: most tokens in a step.
+        enable_prefix_caching: look for, and publish, cached prefixes.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_prefix_caching = enable_prefix_caching
+        self.waiting: list[Request] = []  # in order
+        self.running: list[Request] = []  # in order
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        bisect.insort(self.waiting, request, key=_order)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, in whatever state, and release its blocks. Doing it twice is harmless."""
+        if request.is_finished:
+            return
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self._release(request)
+        request.status = Status.FINISHED
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step: running requests that decode, running ones that prefill, then waiting ones."""
+        output = SchedulerOutput([], [], [])
+        budget = self._schedule_running(output, self.max_num_batched_tokens)
+        if not output.preempted:
+            self._schedule_waiting(output, budget)
+        return output
+
+    def update(self, output: SchedulerOutput) -> None:
+        """After the step: advance the frontiers and publish the blocks that became full."""
+        for item in output.scheduled:
+            request = item.request
+            if request.status is Status.RUNNING:
+                request.num_computed_tokens += item.num_tokens - item.num_draft_tokens
+                self._publish(request)
+
+    def owned_blocks(self) -> Iterator[int]:
+        """Every block reference held by a request, for `BlockPool.check`."""
+        for request in (*self.running, *self.waiting):
+            yield from request.block_table
+
+    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
+        """Decodes first, so that a long prompt never stalls a stream. Returns the budget that is left."""
+        for request in sorted(self.running, key=lambda r: r.is_prefilling):
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING:  # preempted by one before it
+                continue
+            num_tokens = min(request.num_pending_tokens, budget)
+            if self._grow(request, num_tokens, output):
+                output.scheduled.append(ScheduledRequest.next(request, num_tokens))
+                budget -= num_tokens
+        return budget
+
+    def _grow(self, request: Request, num_tokens: int, output: SchedulerOutput) -> bool:
+        """Give a running request the blocks for its next tokens, preempting later ones while none are free."""
+        needed = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_table)
+        while needed > self.pool.num_free:
+            victim = self.running[-1]
+            if victim is request and len(self.running) == 1:
+                output.starved.append(request)
+                return False
+            self._preempt(victim, output)
+            if victim is request:
+                return False
+        if needed > 0:
+            request.block_table += self.pool.allocate(needed)
+        return True
+
+    def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
+        """Take a running request's blocks; it will be computed again, through the cache where that still has them."""
+        self.running.remove(victim)
+        self._release(victim)
+        victim.status = Status.WAITING
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(victim)
+        output.preempted.append(victim)
+        output.scheduled[:] = [item for item in output.scheduled if item.request is not victim]
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        """Admit in order while budget, seats and blocks last; a choice whose leader still prefills lets others pass."""
+        for request in self.waiting[:]:
+            if budget == 0 or len(self.running) >= self.max_num_seqs:
+                break
+            if self._waits_for_leader(request):
+                continue
+            if not self._admit(request):
+                break
+            num_tokens = min(request.num_pending_tokens, budget)
+            output.scheduled.append(ScheduledRequest.next(request, num_tokens))
+            budget -= num_tokens
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        leader = request.leader
+        if not self.enable_prefix_caching or leader is None or leader.is_finished:
+            return False
+        return leader.num_computed_tokens < leader.num_prompt_tokens
+
+    def _admit(self, request: Request) -> bool:
+        """Reserve blocks for all tokens of a waiting request, its cached prefix shared; False when they are not free."""
+        prefix = self._cached_prefix(request)
+        needed = self._blocks_for(request.num_tokens) - len(prefix)
+        if needed > self.pool.num_free - self.pool.count_free(prefix):
+            return False
+        request.block_table = self.pool.share(prefix) + self.pool.allocate(needed)
+        request.published = prefix
+        request.num_computed_tokens = len(prefix) * self.block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self.waiting.remove(request)
+        request.status = Status.RUNNING
+        bisect.insort(self.running, request, key=_order)
+        return True
+
+    def _cached_prefix(self, request: Request) -> list[CachedBlock]:
+        """Cached blocks of a request; the last token is always computed, for its logits."""
+        if not self.enable_prefix_caching or not request.reads_prefix_cache:
+            return []
+        return self.pool.match(request.token_ids, self.block_size, (request.num_tokens - 1) // self.block_size)
+
+    def _publish(self, request: Request) -> None:
+        if not self.enable_prefix_caching:
+            return
+        for index in range(len(request.published), request.num_computed_tokens // self.block_size):
+            tokens = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            parent = request.published[-1] if request.published else None
+            request.published.append(self.pool.publish(request.block_table[index], tokens, parent))
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.block_table)
+        request.block_table, request.published = [], []
+        request.num_computed_tokens = 0
+        request.draft_token_ids = []
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -1,0 +1,64 @@
+"""The pool of KV rows: one byte tensor [num_blocks, row_bytes], and typed views of every plane of every layer into it.
+
+It moves vectors between tokens and slots through a codec. It does not know who owns a block (`engine.block_pool` does).
+A slot is block * block_size + offset.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triblade.kv.codecs import KVCodec
+from triblade.kv.layout import KVLayout, Plane
+from triblade.registry import KV_CODECS
+
+
+class KVCache:
+    """Rows of encoded keys and values.
+
+    Args:
+        layout: bytes of a row.
+        num_blocks: rows of the pool.
+        dtype: what `read` returns.
+        device: where the pool lives.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.dtype = dtype
+        self._codec: KVCodec = KV_CODECS[layout.codec]()
+        # Zeros, not empty: masked reads of unwritten slots must not meet NaN. Untouched pages cost no memory.
+        self.pool = torch.zeros(num_blocks, layout.row_bytes, dtype=torch.uint8, device=device)
+        planes = [layout.planes(layer) for layer in range(layout.num_layers)]
+        self._keys = [tuple(self._view(plane) for plane in keys) for keys, _ in planes]
+        self._values = [tuple(self._view(plane) for plane in values) for _, values in planes]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Encode keys and values [T, G, D] into slots [T] of a layer."""
+        block, offset = slots // self.layout.block_size, slots % self.layout.block_size
+        for planes, x in ((self._keys[layer], k), (self._values[layer], v)):
+            for plane, encoded in zip(planes, self._codec.encode(x), strict=True):
+                plane[block, offset] = encoded.reshape(encoded.shape[0], -1)
+
+    def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [S, B], decoded: two tensors [S, B * block_size, G, D]."""
+        return self._read(self._keys[layer], block_table), self._read(self._values[layer], block_table)
+
+    def _read(self, planes: tuple[Tensor, ...], block_table: Tensor) -> Tensor:
+        shape = (block_table.shape[0], -1, self.layout.num_kv_heads)
+        blocks = block_table.flatten()
+        # index_select copies whole blocks; plain indexing would go item by item through the row stride.
+        values, *scales = (plane.index_select(0, blocks) for plane in planes)  # [S * B, block_size, G * D or G]
+        encoded = (values.view(*shape, self.layout.head_dim), *(scale.view(shape) for scale in scales))
+        return self._codec.decode(encoded, self.dtype)
+
+    def _view(self, plane: Plane) -> Tensor:
+        """[num_blocks, block_size, items per token] of the plane's type, sharing the pool's memory."""
+        typed = self.pool.view(getattr(torch, plane.spec.dtype))  # [num_blocks, row items]
+        start = plane.offset_bytes // plane.spec.item_bytes
+        items = self.layout.block_size * plane.items_per_token
+        return typed[:, start : start + items].unflatten(1, (self.layout.block_size, plane.items_per_token))

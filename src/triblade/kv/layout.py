@@ -1,0 +1,102 @@
+"""How many bytes a KV block has and what lies where: one row holds `block_size` tokens of all layers, encoded.
+
+Pure arithmetic, no tensor; nobody else computes a byte of the cache. Within a row the layers follow each other; within a layer
+come the planes of the keys, then those of the values; within a plane the tokens, then the heads:
+
+    row   [ layer 0 | layer 1 | ... ]                         each layer begins at a multiple of 64 bytes
+    layer [ K values | V values | K scales | V scales ]       fp codecs have values only
+    plane [ token 0: head 0, head 1, ... | token 1: ... ]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """A field that a codec stores per token and head."""
+
+    dtype: str  # name of a torch dtype
+    item_bytes: int
+    per_dimension: bool  # one item per head dimension, or one per head
+
+
+CODEC_PLANES: Mapping[str, tuple[PlaneSpec, ...]] = {
+    "float32": (PlaneSpec("float32", 4, True),),
+    "bfloat16": (PlaneSpec("bfloat16", 2, True),),
+    "float16": (PlaneSpec("float16", 2, True),),
+    "int8": (PlaneSpec("int8", 1, True), PlaneSpec("float16", 2, False)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Where one plane of one layer lies within a row."""
+
+    spec: PlaneSpec
+    offset_bytes: int
+    items_per_token: int  # num_kv_heads * (head_dim or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The layout of one pool; equal layouts with equal `model_hash` may exchange rows."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    codec: str  # a key of CODEC_PLANES
+    model_hash: str = ""
+    rope: str = ""
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a row, padding included."""
+        return _aligned(sum(self._plane_bytes(spec) for spec in self._specs()))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.row_bytes / self.block_size
+
+    def planes(self, layer: int) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
+        """The planes of a layer's keys and of its values."""
+        offset = layer * self.layer_bytes
+        found: list[Plane] = []
+        for spec in self._specs():
+            found.append(Plane(spec, offset, self._items_per_token(spec)))
+            offset += self._plane_bytes(spec)
+        return tuple(found[0::2]), tuple(found[1::2])
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def fingerprint(self) -> str:
+        """Identity of everything a receiver of rows must agree on (hex)."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def _specs(self) -> tuple[PlaneSpec, ...]:
+        """Keys and values alternate, so that equal item sizes lie together."""
+        return tuple(spec for spec in CODEC_PLANES[self.codec] for _ in ("keys", "values"))
+
+    def _items_per_token(self, spec: PlaneSpec) -> int:
+        return self.num_kv_heads * (self.head_dim if spec.per_dimension else 1)
+
+    def _plane_bytes(self, spec: PlaneSpec) -> int:
+        return self.block_size * self._items_per_token(spec) * spec.item_bytes
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,129 @@
+"""The one decoder of this package: what differs between model families is data in `ModelConfig`, not code.
+
+It knows no cache, batch or request: tokens are a flat list, and attention is an argument. `attend(layer, q, k, v)` gets the
+rotated queries q [T, H, D], keys k and values v [T, G, D] of all T tokens and returns [T, H, D]; it decides who sees whom, so that
+serving, calibration and evaluation run this same code. `DenseAttend` is the plainest one: one sequence, no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from triblade.models.config import ModelConfig
+from triblade.models.rope import rope_table
+from triblade.ops.backend import AttentionMask, Backend, Linear
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One block; norms are float32 with the family's offset already added, projections that share an input are one matrix."""
+
+    input_norm: Tensor  # [C]
+    qkv: Linear  # [(H + 2 G) * D, C]
+    qk_norm: Tensor | None = None  # [H + G, D]
+    output: Linear  # [C, H * D]
+    attention_post_norm: Tensor | None = None  # [C]
+    mlp_norm: Tensor  # [C]
+    gate_up: Linear  # [2 I, C]
+    down: Linear  # [C, I]
+    mlp_post_norm: Tensor | None = None  # [C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """All weights; a tied head is the embedding itself, not a copy."""
+
+    embedding: Tensor  # [V, C]
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor  # [C]
+    head: Linear  # [V, C]
+
+
+class Decoder:
+    """Tokens and positions in, hidden states and logits out.
+
+    Args:
+        config: the model.
+        weights: see `models.weights.load_weights`.
+        backend: the kernels.
+        context_length: positions the rope tables cover; at most what the model takes.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, context_length: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.backend = backend
+        self.context_length = context_length
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._ropes = [rope_table(rope, context_length, self.device) for rope in config.ropes]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final-norm hidden states [T, C] of tokens [T] at absolute positions [T]."""
+        x = self.backend.embed(self.weights.embedding, input_ids, self.config.embedding_scale)  # [T, C]
+        ropes = [(cos[positions], sin[positions]) for cos, sin in self._ropes]  # [T, R/2] each
+        for index, layer in enumerate(self.weights.layers):
+            x = x + self._attention(index, layer, x, ropes[self.config.layers[index].rope], attend)
+            x = x + self._feed_forward(layer, x)
+        return self.backend.rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, C] -> [R, V] float32."""
+        return self.backend.logits(hidden, self.weights.head, self.config.logits_softcap)
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        config, ops = self.config, self.backend
+        qkv = ops.linear(ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv)
+        heads = qkv.view(x.shape[0], -1, config.head_dim)  # [T, H + 2 G, D]
+        qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), 1)
+        if layer.qk_norm is not None:
+            qk = self._norm_heads(qk, layer.qk_norm)
+        q, k = ops.rope(qk, *rope).split((config.num_heads, config.num_kv_heads), 1)
+        attended = attend(index, q, k, v).reshape(x.shape[0], -1)  # [T, H * D]
+        out = ops.linear(attended, layer.output)
+        return out if layer.attention_post_norm is None else ops.rms_norm(out, layer.attention_post_norm, config.rms_norm_eps)
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over each head, with one weight for query heads and one for key heads: weight [H + G, D]."""
+        ones = torch.ones_like(weight[0])
+        return (self.backend.rms_norm(qk.float(), ones, self.config.rms_norm_eps) * weight).to(qk.dtype)
+
+    def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        config, ops = self.config, self.backend
+        gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up)
+        out = ops.linear(ops.gated_activation(gate_up, config.activation), layer.down)
+        return out if layer.mlp_post_norm is None else ops.rms_norm(out, layer.mlp_post_norm, config.rms_norm_eps)
+
+
+class DenseAttend:
+    """Attention of one sequence over itself, from position 0, without a cache."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, length: int, device: torch.device | str = "cpu") -> None:
+        self._config = config
+        self._backend = backend
+        positions = torch.arange(length, device=device)
+        self._masks = {layer.window: window_mask(positions[None], length, layer.window) for layer in config.layers}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        config = self._config
+        mask = self._masks[config.layers[layer].window]
+        return self._backend.attention(q[None], k[None], v[None], mask, config.attention_scale, config.attention_softcap)[0]
+
+
+def window_mask(positions: Tensor, keys: int, window: int | None) -> AttentionMask:
+    """Causal mask of queries at `positions` [S, Q] over keys 0 .. keys - 1, limited to the last `window` of them.
+
+    A single sequence whose queries are its last tokens and whose window hides nothing needs no explicit mask.
+    """
+    if positions.shape[0] == 1 and int(positions[0, -1]) == keys - 1 and (window is None or window >= keys):
+        return AttentionMask(None)
+    key = torch.arange(keys, device=positions.device)
+    distance = positions[..., None] - key  # [S, Q, L]
+    return AttentionMask((distance >= 0) & (distance < (window or keys)))

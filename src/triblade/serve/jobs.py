@@ -1,0 +1,178 @@
+"""From a checked body to a `Job`: token ids and sampling parameters for every prompt, and what the answer must show.
+
+Everything that can be wrong with a request is found here, before the first byte of an answer is sent. Long texts are
+tokenized in a worker thread, so that other streams keep their pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from triblade.errors import RequestError
+from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, TemplateFields
+from triblade.serve.sampling import COMPLETION_MAX_TOKENS, chat_params, completion_params
+from triblade.serve.state import ServedEngine, ServerState
+
+INLINE_CHARACTERS = 4096  # tokenized at once (well under a millisecond); a longer text goes to a thread
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """One prompt to generate from."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None  # what `echo` shows; None where nothing is echoed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, ready for the engine."""
+
+    model: str  # as the answer names it
+    prompts: Sequence[PromptJob]
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    wants_prompt_logprobs: bool
+    priority: int
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return self.prompts[0].params.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Choices of all prompts."""
+        return len(self.prompts) * self.n
+
+
+async def completion_job(body: CompletionRequest, state: ServerState) -> Job:
+    """Prepare a completion.
+
+    Raises:
+        RequestError: naming the field at fault.
+    """
+    engine = state.require_ready()
+    model = state.resolve_name(body.model)
+    params = completion_params(body, state.defaults)
+    prompts = _prompt_list(body.prompt)
+    state.check_size(len(prompts) * params.n)
+    characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    prepare = partial(_completion_prompts, engine, prompts, params, body)
+    return _job(body, model, await _offload(characters, prepare))
+
+
+async def chat_job(body: ChatCompletionRequest, state: ServerState) -> Job:
+    """Prepare a chat completion.
+
+    Raises:
+        RequestError: naming the field at fault, or in the words of the chat template.
+    """
+    engine = state.require_ready()
+    model = state.resolve_name(body.model)
+    params = chat_params(body, state.defaults)
+    state.check_size(params.n)
+    token_ids = await chat_token_ids(engine, body, body.messages, state)
+    engine.check(token_ids, params)
+    return _job(body, model, [PromptJob(token_ids, params)])
+
+
+async def chat_token_ids(
+    engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]], state: ServerState
+) -> list[int]:
+    """Token ids of a conversation. The template writes the special tokens; more are added only when asked for.
+
+    Raises:
+        RequestError: the messages or the template are wrong, or the template may not come from a request.
+    """
+    given = body.chat_template is not None or "chat_template" in (body.chat_template_kwargs or {})
+    if given and not state.config.trust_request_chat_template:
+        raise RequestError(
+            "this server takes no chat template from requests",
+            hint="leave chat_template out, or start the server with --trust-request-chat-template",
+            param="chat_template",
+        )
+    characters = sum(len(str(message.get("content", ""))) for message in messages)
+    return await _offload(characters, partial(_render_and_encode, engine, body, messages))
+
+
+async def text_token_ids(engine: ServedEngine, text: str, add_special_tokens: bool | None) -> list[int]:
+    """Token ids of a text."""
+    encode = partial(engine.tokenizer.encode, text, add_special_tokens=add_special_tokens is not False)
+    return await _offload(len(text), encode)
+
+
+async def token_text(engine: ServedEngine, token_ids: list[int]) -> str:
+    """Text of token ids, special tokens included."""
+    return await _offload(len(token_ids), partial(engine.tokenizer.decode, token_ids, skip_special_tokens=False))
+
+
+async def _offload(size: int, work: Callable[[], _Result]) -> _Result:
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]  # one list of ids: the first element tells
+    return prompt  # type: ignore[return-value]
+
+
+def _completion_prompts(
+    engine: ServedEngine, prompts: Sequence[str | list[int]], params: SamplingParams, body: CompletionRequest
+) -> list[PromptJob]:
+    return [_completion_prompt(engine, prompt, params, body) for prompt in prompts]
+
+
+def _completion_prompt(
+    engine: ServedEngine, prompt: str | list[int], params: SamplingParams, body: CompletionRequest
+) -> PromptJob:
+    if isinstance(prompt, str):
+        token_ids = engine.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        token_ids = prompt
+        check_token_ids("prompt", token_ids, engine.tokenizer.vocab_size)
+    if params.max_tokens is None:
+        room = max(1, engine.max_model_len - len(token_ids))
+        params = replace(params, max_tokens=min(COMPLETION_MAX_TOKENS, room))
+    engine.check(token_ids, params)
+    return PromptJob(token_ids, params, _echoed(engine, prompt, params) if body.echo else None)
+
+
+def _echoed(engine: ServedEngine, prompt: str | list[int], params: SamplingParams) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return engine.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
+
+
+def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]]) -> list[int]:
+    text = engine.tokenizer.render_chat(
+        messages,
+        add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=body.chat_template,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    return engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def _job(body: GenerationBody, model: str, prompts: Sequence[PromptJob]) -> Job:
+    return Job(
+        model=model,
+        prompts=prompts,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+        priority=body.priority or 0,
+    )

@@ -1,0 +1,98 @@
+"""Request fields that this server understands but does not do.
+
+A field that would change the answer is refused with a reason, never dropped in silence; a field that would not (`user`,
+`metadata`, a vendor's own) is ignored with a debug line, as clients send many of them. Values that ask for nothing, such
+as `tools: []`, pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triblade.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field is refused, and which of its values are harmless."""
+
+    reason: str
+    harmless: Callable[[Any], bool] = lambda value: not value
+
+
+def _plain_text(value: Any) -> bool:
+    return not value or (isinstance(value, Mapping) and value.get("type") == "text")
+
+
+def _text_only(value: Any) -> bool:
+    return not value or value == ["text"]
+
+
+def _none(value: Any) -> bool:
+    return value in (None, "none")
+
+
+_STRUCTURED = Refusal("structured output is not supported; ask for the format in the prompt and check the answer")
+_TOOLS = Refusal("tool calls are not supported; describe the tools in the prompt, or send tool_choice: none")
+_TEXT_IN = Refusal("this server reads text and token ids only")
+
+COMMON: Mapping[str, Refusal] = {
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "guided_choice": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_decoding_backend": _STRUCTURED,
+    "structured_outputs": _STRUCTURED,
+    "response_format": Refusal(_STRUCTURED.reason, _plain_text),
+    "use_beam_search": Refusal("beam search is not supported"),
+    "length_penalty": Refusal("beam search is not supported", lambda value: value in (None, 1)),
+    "truncate_prompt_tokens": Refusal("shorten the prompt before sending it"),
+    "logits_processors": Refusal("custom logits processors are not supported"),
+    "return_tokens_as_token_ids": Refusal("use return_token_ids"),
+    "cache_salt": Refusal("the prefix cache is shared by all requests; start the server without prefix caching instead"),
+    "kv_transfer_params": Refusal("KV transfer is not controlled by requests"),
+    "prompt_embeds": _TEXT_IN,
+}
+COMPLETION: Mapping[str, Refusal] = {
+    **COMMON,
+    "suffix": Refusal("inserting text before a suffix needs a model trained for it", lambda value: value is None),
+}
+CHAT: Mapping[str, Refusal] = {
+    **COMMON,
+    "tool_choice": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
+    "functions": _TOOLS,
+    "function_call": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
+    "audio": Refusal("audio output is not supported"),
+    "modalities": Refusal("text is the only output", _text_only),
+    "web_search_options": Refusal("web search is not supported"),
+    "documents": Refusal("put the documents into the messages, or into chat_template_kwargs"),
+    "mm_processor_kwargs": _TEXT_IN,
+    "echo": Refusal("use continue_final_message to go on with a message"),
+    "best_of": Refusal("use n"),
+    "suffix": COMPLETION["suffix"],
+}
+
+
+def refuse_unsupported(extra: Mapping[str, Any], refusals: Mapping[str, Refusal]) -> None:
+    """Check the fields that the body's model does not have.
+
+    Raises:
+        RequestError: for the first field that would change the answer.
+    """
+    for name, value in extra.items():
+        refusal = refusals.get(name)
+        if refusal is None:
+            logger.debug("ignored field: %r", name[:80])
+        elif not refusal.harmless(value):
+            raise RequestError(f"{name} is not supported: {refusal.reason}", param=name)
+
+
+def refuse_tools(extra: Mapping[str, Any]) -> None:
+    """Tools are refused unless the request forbids calling them; then they are not shown to the model either."""
+    if extra.get("tools") and not _none(extra.get("tool_choice", "auto")):
+        raise RequestError(f"tools are not supported: {_TOOLS.reason}", param="tools")

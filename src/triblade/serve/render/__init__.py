@@ -1,0 +1,1 @@
+"""From engine outputs to the JSON of the OpenAI API."""

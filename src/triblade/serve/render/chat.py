@@ -1,0 +1,97 @@
+"""Answers of /v1/chat/completions. The role stands in the first delta of a choice and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from triblade.engine.outputs import RequestOutput
+from triblade.serve.jobs import Job
+from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json
+from triblade.serve.render.logprobs import LogprobWriter, prompt_logprobs
+from triblade.serve.strict_json import dumps
+
+if TYPE_CHECKING:
+    from triblade.models.tokenizer import Tokenizer
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+
+class ChatRenderer:
+    """Implements `Renderer`."""
+
+    def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self._envelope = envelope
+        self._tokenizer = tokenizer
+        self._chunks = ChunkWriter(envelope, CHUNK_KIND, announces_usage=job.include_usage)
+        self._writer = LogprobWriter(tokenizer, skips_special_tokens=False)  # chat has no text offsets
+        self._opened: set[int] = set()
+        self._folds: dict[int, Fold] = {}
+        self._prompt_logprobs: Any = None
+
+    def chunk(self, prompt: int, output: RequestOutput) -> bytes:
+        """The opening event of a choice, then one event per output that a client could see."""
+        index = output.index
+        events = b"" if index in self._opened else self._open(index)
+        logprobs = self._logprobs(output)
+        shows_tokens = bool(output.token_ids) and (logprobs is not None or self._job.return_token_ids)
+        if not (output.text or output.finished or shows_tokens):
+            return events
+        delta = {"content": output.text} if output.text or not output.finished else {}
+        choice: Json = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        if output.finished:
+            choice["stop_reason"] = output.stop_reason
+        if self._job.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return events + self._chunks.choice(choice)
+
+    def usage_chunk(self, usage: Json) -> bytes:
+        """The event with the usage and without choices."""
+        return self._chunks.usage(usage)
+
+    def collect(self, prompt: int, output: RequestOutput) -> None:
+        """Keep an output for `body`."""
+        self._folds.setdefault(output.index, Fold()).add(output.text, self._logprobs(output), output)
+        if output.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
+
+    def body(self, usage: Json) -> bytes:
+        """The whole answer."""
+        choices = [self._choice(index, fold) for index, fold in sorted(self._folds.items())]
+        body = {**self._envelope.fields(KIND), "choices": choices, "usage": usage}
+        if self._job.wants_prompt_logprobs:
+            body["prompt_logprobs"] = self._prompt_logprobs
+        if self._job.return_token_ids:
+            body["prompt_token_ids"] = self._job.prompts[0].token_ids
+        return dumps(body)
+
+    def _open(self, index: int) -> bytes:
+        self._opened.add(index)
+        delta = {"role": "assistant", "content": ""}
+        opening: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self._job.return_token_ids:
+            opening["prompt_token_ids"] = self._job.prompts[0].token_ids
+        return self._chunks.choice(opening)
+
+    def _choice(self, index: int, fold: Fold) -> Json:
+        choice: Json = {
+            "index": index,
+            "message": {"role": "assistant", "content": fold.text, "refusal": None},
+            "logprobs": self._with_refusal(fold.logprobs),
+            "finish_reason": fold.finish_reason,
+            "stop_reason": fold.stop_reason,
+        }
+        if self._job.return_token_ids:
+            choice["token_ids"] = fold.token_ids
+        return choice
+
+    def _logprobs(self, output: RequestOutput) -> Mapping[str, Sequence[Any]] | None:
+        if self._job.prompts[0].params.logprobs is None:
+            return None
+        return self._writer.chat(output.logprobs or [])
+
+    @staticmethod
+    def _with_refusal(logprobs: Mapping[str, Sequence[Any]] | None) -> Json | None:
+        return None if logprobs is None else {**logprobs, "refusal": None}

@@ -1,0 +1,25 @@
+"""One row of logits as the sampler sees it: a position of one choice with the tokens before it.
+
+Rows know nothing of each other. Several rows may belong to one choice: with speculation each carries its own hypothetical
+prefix, and everything that depends on history (penalties, bad words, min_tokens) follows that prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triblade.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class SamplerRow:
+    """What must be known to turn one row of logits into a token."""
+
+    params: SamplingParams
+    seed: int  # of this choice, derived from (request seed, choice index)
+    position: int  # number of output tokens before this one
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # before this position
+    stop_token_ids: frozenset[int]  # barred until `min_tokens` tokens exist
+    bad_words: Sequence[Sequence[int]] = ()  # `params.bad_words` as token ids

