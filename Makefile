@@ -40,7 +40,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 bench: setup
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/cpu_reference.py
 
 # docs/reference from the code.
 docs: setup

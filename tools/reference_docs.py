@@ -79,7 +79,8 @@ def option_table(title: str, kind: type) -> Iterator[str]:
     docs, hints = field_docs(kind), get_type_hints(kind)
     yield f"## {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n| option | default | meaning |\n|---|---|---|"
     for field in fields(kind):
-        yield f"| `--{field.name.replace('_', '-')}` | {default(field)} | {docs[field.name]}{choices(hints[field.name])} |"
+        meaning = docs[field.name] + choices(hints[field.name])
+        yield f"| `--{field.name.replace('_', '-')}` | {default(field)} | {meaning} |"
     yield ""
 
 

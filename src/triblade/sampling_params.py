@@ -1,7 +1,8 @@
 """What a request asks of the sampler, under the names vLLM users know; checked once, where it is made.
 
-Knows no tokenizer and no model: ranges that depend on the vocabulary are checked by `check_vocabulary`. What the sampler says
-about a token (`TokenLogprobs`) stands here too, because the sampler and the engine's outputs both name it.
+Knows no tokenizer and no model: ranges that depend on the vocabulary are checked by `check_vocabulary`. What the
+sampler says about a token (`TokenLogprobs`) stands here too, because the sampler and the engine's outputs both name
+it.
 """
 
 from __future__ import annotations

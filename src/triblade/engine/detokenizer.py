@@ -1,8 +1,8 @@
 """What a client may see of one choice: token ids in, text deltas and the end by a stop string out.
 
-Knows no request and no schedule. Invariant: the deltas joined are the text of the tokens kept, cut at the stop string if there was
-one; no delta ends in half a character or shows a piece of a stop string that is cut away. Text is held back only while it
-could be the beginning of a stop string.
+Knows no request and no schedule. Invariant: the deltas joined are the text of the tokens kept, cut at the stop
+string if there was one; no delta ends in half a character or shows a piece of a stop string that is cut away. Text
+is held back only while it could be the beginning of a stop string.
 
     given out | held: final, may begin a stop string | open: complete characters that may still change
               |<------------------- searched for stop strings as soon as it is there ---------------->|
@@ -43,8 +43,8 @@ class TextDelta:
 class OutputStream:
     """The text of one choice.
 
-    A stop string is looked for after every token and ends the output with the token that completes it, though not before
-    `min_tokens` other tokens exist. Of several, the one that begins first counts, and the longest of those.
+    A stop string is looked for after every token and ends the output with the token that completes it, though not
+    before `min_tokens` other tokens exist. Of several, the one that begins first counts, and the longest of those.
 
     Args:
         tokenizer: of the model.

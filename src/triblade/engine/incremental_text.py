@@ -2,13 +2,15 @@
 
 Two decoders, chosen by how the tokenizer spells bytes; each costs the same for every token however long the text is:
 
-* byte-level (most models): a token is a piece of UTF-8 whatever stands before it; an unfinished character waits for its rest.
-* in context (SentencePiece and all others): a token is decoded behind the one before it, because the first token of a text
-  loses its leading space. Byte tokens ("<0xF0>") form a run that is final only when another token ends it: one invalid byte
-  turns the whole run into U+FFFD, complete characters included. What the run says so far can be read as `open_text`.
+* byte-level (most models): a token is a piece of UTF-8 whatever stands before it; an unfinished character waits for
+  its rest.
+* in context (SentencePiece and all others): a token is decoded behind the one before it, because the first token of
+  a text loses its leading space. Byte tokens ("<0xF0>") form a run that is final only when another token ends it:
+  one invalid byte turns the whole run into U+FFFD, complete characters included. What the run says so far can be
+  read as `open_text`.
 
-Invariant: everything returned by `feed` and `flush`, joined, is `decode(all ids)`; behind a prompt that ends in ordinary text, it
-is what those ids add to the text of the prompt.
+Invariant: everything returned by `feed` and `flush`, joined, is `decode(all ids)`; behind a prompt that ends in
+ordinary text, it is what those ids add to the text of the prompt.
 """
 
 from __future__ import annotations

@@ -138,6 +138,10 @@ class LocalClient(EngineClient):
         """See `EngineClient.abort`."""
         self._inbox.put(_Abort(list(self._by_label.get(request_id, ()))))
 
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `generate` would raise for this request; nothing is computed. Safe to call from any thread."""
+        self._engine.prepare(prompt_token_ids, params)
+
     def load(self) -> EngineLoad:
         """See `EngineClient.load`."""
         return self._engine.load()

@@ -1,7 +1,7 @@
 """Finding stop strings in text that grows, and knowing how much of its end might still become one.
 
-Knows no tokens. Invariant: text before the held tail can never become part of a match that is not complete yet, so it may be
-shown at once.
+Knows no tokens. Invariant: text before the held tail can never become part of a match that is not complete yet, so
+it may be shown at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StopStrings:
         return bool(self._stop_strings)
 
     def find(self, text: str, searched: int) -> StopMatch | None:
-        """The match that begins first, the longest of several, among those that end after the first `searched` characters."""
+        """The match that begins first, the longest of several; only those ending behind `searched` characters count."""
         matches = []
         for stop_string in self._stop_strings:
             start = text.find(stop_string, max(0, searched - len(stop_string) + 1))

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127
-# Smallest scale that float16 holds as a normal number; keeps an all-zero vector from dividing by zero.
-MIN_SCALE = 2.0**-14
+# Smallest positive float16; keeps an all-zero vector from dividing by zero.
+MIN_SCALE = 2.0**-24
+# Half a unit in the last place of float16, relative for normal numbers and absolute for subnormal ones.
+HALF_ULP, HALF_ULP_SUBNORMAL = 2.0**-11, 2.0**-25
 
 
 class KVCodec(Protocol):
@@ -45,15 +47,16 @@ class FloatCodec:
 
 
 class Int8Codec:
-    """Symmetric 8 bits with one float16 scale per token and head: |error| <= scale / 2 = max|x| / 254, up to the scale's rounding."""
+    """Symmetric 8 bits with one float16 scale per token and head: |error| <= max|x| / 254 * (1 + 2^-10) + 2^-25."""
 
     name = "int8"
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x.float()
-        # The scale is rounded first and never down, so that the largest number still fits 127 steps of what is stored.
-        scale = (x.abs().amax(-1) / INT8_MAX).clamp_min(MIN_SCALE).half()  # [...]
-        codes = torch.round(x / scale.float()[..., None]).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        # The scale is rounded to what is stored first, and never down, so that the largest number still fits 127 steps.
+        exact = x.abs().amax(-1) / INT8_MAX  # [...]
+        scale = (exact * (1 + HALF_ULP) + HALF_ULP_SUBNORMAL).half().clamp_min(MIN_SCALE)
+        codes = torch.round(x / scale.float()[..., None]).to(torch.int8)
         return codes, scale
 
     def decode(self, planes: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

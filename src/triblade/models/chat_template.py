@@ -1,8 +1,8 @@
 """Chat templates: Jinja programs that model authors ship, rendered in a sandbox.
 
-Knows no tokenizer and no model. A template is other people's code: whatever it raises becomes a RequestError that carries
-the template's own words, and nothing of it survives the call. Message content reaches a template in the one form it can
-read: a string, or a list of parts for the templates that iterate over parts.
+Knows no tokenizer and no model. A template is other people's code: whatever it raises becomes a RequestError that has
+the template's own words, and nothing of it survives the call. Message content reaches a template in the one form it
+can read: a string, or a list of parts for the templates that iterate over parts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChatOptions(TypedDict, total=False):
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for training; for rendering it is its body."""
 
-    tags = {"generation"}
+    tags = frozenset(("generation",))  # type: ignore[assignment]  # only looked up in
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file and maps its data, trusting nothing.
 
-Every count, length, dimension and offset is checked against the file's size with Python integers before anything is read or
-allocated, so a hostile or truncated file is a CheckpointError and never a crash. Knows no model and no tokenizer. Layout:
-magic, version, counts; key-value pairs; tensor records; then, aligned, the tensors' data.
+Every count, length, dimension and offset is checked against the file's size with Python integers before anything is
+read or allocated, so a hostile or truncated file is a CheckpointError and never a crash. Knows no model and no
+tokenizer. Layout: magic, version, counts; key-value pairs; tensor records; then, aligned, the tensors' data.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ class _Reader:
             return self.text()
         if kind is GGUFValueType.ARRAY:
             return self.array()
-        return self.numbers(kind, 1)[0]
+        value = self.numbers(kind, 1)[0]
+        # The shortest number that is that float32: 1e-05 and not 9.999999747378752e-06, as configurations write it.
+        return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
 
     def value_type(self) -> GGUFValueType:
         code: int = self.number("I")
@@ -243,7 +245,8 @@ def _read_record(reader: _Reader) -> tuple[str, tuple[int, ...], GGMLQuantizatio
 def _num_bytes(reader: _Reader, name: str, dimensions: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     block_elements, block_bytes = GGML_QUANT_SIZES[kind]
     if dimensions[0] % block_elements:
-        raise reader.corrupt(f"tensor {name!r}: rows of {dimensions[0]} are no whole {kind.name} blocks of {block_elements}")
+        row = f"rows of {dimensions[0]} elements"
+        raise reader.corrupt(f"tensor {name!r}: {row} are no whole {kind.name} blocks of {block_elements}")
     return prod(dimensions) // block_elements * block_bytes
 
 

@@ -1,8 +1,8 @@
 """Rebuilds a tokenizer from the metadata of a GGUF file.
 
 Two kinds exist under our architectures: byte-level BPE ("gpt2") and SentencePiece BPE with scores and byte fallback
-("llama"). Ids must equal those of the model's own tokenizer.json; where the metadata does not say enough for that, the file
-is refused, or a warning says what was assumed. Knows no weights.
+("llama"). Ids must equal those of the model's own tokenizer.json; where the metadata does not say enough for that,
+the file is refused, or a warning says what was assumed. Knows no weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _SPACE = "\u2581"  # SentencePiece writes a space so
 _UNSTATED = ("", "default")
 # Metadata key of a special token -> its name in chat templates.
-_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _END_KEYS = ("eos", "eot", "eom")
 # Control tokens that end a turn. One counts when the file's own chat template writes it; files older than the key
 # tokenizer.ggml.eot_token_id have no other way to say so.
@@ -170,8 +170,9 @@ def _sentencepiece(vocabulary: _Vocabulary, values: Mapping[str, Any], architect
 def _merge_spaces(vocabulary: _Vocabulary, scores: Sequence[float]) -> tuple[_Vocabulary, list[float]]:
     """Turn user-defined runs of spaces into ordinary tokens that merge before all others.
 
-    SentencePiece takes the longest such token first. The tokenizer.json files made from it merge spaces like other pieces,
-    which differs beyond the longest run (Gemma: 32 spaces become 16 + 16, not 31 + 1). Ids here are those of tokenizer.json.
+    SentencePiece takes the longest such token first. The tokenizer.json files made from it merge spaces like other
+    pieces, which differs beyond the longest run (Gemma: 32 spaces become 16 + 16, not 31 + 1). Ids here are those of
+    tokenizer.json.
     """
     tokens, types, new_scores = list(vocabulary.tokens), list(vocabulary.types), list(scores)
     best = max(scores)
@@ -183,7 +184,7 @@ def _merge_spaces(vocabulary: _Vocabulary, scores: Sequence[float]) -> tuple[_Vo
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merge list of a vocabulary that ranks tokens and not pairs: every way to build a token from two, best token first."""
+    """The merge list of a vocabulary that ranks tokens, not pairs: every way to build a token from two, best first."""
     merges = []
     for token in sorted(scores, key=scores.__getitem__, reverse=True):
         for cut in range(1, len(token)):
@@ -194,7 +195,7 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _set_spaces(backend: Tokenizer, *, add_prefix: bool, every: bool) -> None:
-    """Spell spaces; `add_prefix`: put one before the text, or before `every` piece of text between special tokens (Phi-3)."""
+    """Spell spaces. `add_prefix`: put one before the text, or before `every` piece of it between special tokens."""
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     replace = normalizers.Replace(" ", _SPACE)
     if not add_prefix:

@@ -21,7 +21,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}", hint="the file may be cut short; fetch it again") from error
+        raise CheckpointError(f"cannot read {path}: {error}", hint="it may be cut short; fetch it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got: {type(value).__name__}")
     return value

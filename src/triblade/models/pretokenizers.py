@@ -1,7 +1,7 @@
 """How byte-level BPE vocabularies cut text into words before merging, by the name a GGUF file gives it.
 
-A vocabulary was trained on words cut in one way; another cut gives ids that the model has never seen. So a name that is not
-in the table is an error and never a guess. Knows no file format.
+A vocabulary was trained on words cut in one way; another cut gives ids that the model has never seen. So a name that
+is not in the table is an error and never a guess. Knows no file format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from triblade.errors import UnsupportedError
 
-# Contractions, words, digits in groups of up to three, punctuation, line ends, spaces: the pattern of cl100k and Llama 3.
+# Contractions, words, groups of up to three digits, punctuation, line ends, spaces: the pattern of cl100k and Llama 3.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,7 +58,7 @@ _LLAMA3_RULES = PreTokenization(_LLAMA3, ignore_merges=True, add_bos=True)
 _CL100K_RULES = PreTokenization(_LLAMA3)
 _QWEN2_RULES = PreTokenization(_QWEN2, nfc=True)
 
-# `tokenizer.ggml.pre` -> rules. Names and groups are llama.cpp's; the rules are those of the models' own tokenizer.json.
+# `tokenizer.ggml.pre` -> rules. Names and groups are llama.cpp's; rules are those of the models' own tokenizer.json.
 _RULES = {
     "gpt-2": _GPT2_RULES,
     "phi-2": _GPT2_RULES,

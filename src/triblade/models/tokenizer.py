@@ -1,12 +1,13 @@
 """Text to token ids and back, and chat messages to prompts, for one model.
 
-Knows no weights. Ids equal those of the model's reference tokenizer; `token_bytes` is exact, so joining the bytes of ids and
-decoding once never loses a character. Special tokens written out in text become the special ids, as everywhere in this field.
+Knows no weights. Ids equal those of the model's reference tokenizer; `token_bytes` is exact, so joining the bytes of
+ids and decoding once never loses a character. Special tokens written out in text become the special ids, as
+everywhere in this field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -144,11 +145,13 @@ class Tokenizer:
         }
         for name in ("messages", *fixed):
             if name in extra:
-                raise RequestError(f"chat template variable is set by the request itself: {name!r}", param="template_kwargs")
+                raise RequestError(
+                    f"chat template variable is set by the request itself: {name!r}", param="template_kwargs"
+                )
         return {**self._special_tokens, **extra, **fixed}
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
-        """The template to use: given for this call, the model's one for tools, or the default one; compiled once if ours."""
+        """The template given for this call, the model's own for tools, or its default; own ones are compiled once."""
         if given is not None and given not in self._chat_templates:
             return ChatTemplate(given)
         name = given or ("tool_use" if has_tools and "tool_use" in self._chat_templates else "default")
@@ -156,7 +159,9 @@ class Tokenizer:
             known = ", ".join(sorted(self._chat_templates))
             raise RequestError(
                 "this model has no chat template",
-                hint=f"name one of its templates: {known}" if known else "use completions, or give a template: --chat-template FILE",
+                hint=f"name one of its templates: {known}"
+                if known
+                else "use completions, or give a template: --chat-template FILE",
                 param="messages",
             )
         if name not in self._compiled:

@@ -1,7 +1,8 @@
 """Reads the tokenizer of a Hugging Face model folder into `TokenizerParts`.
 
-`tokenizer.json` is taken as it is; `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and the chat
-template files add what it does not hold. Knows nothing of GGUF. No Python code of a model is ever run and no pickle opened.
+`tokenizer.json` is taken as it is; `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and
+the chat template files add what it does not hold. Knows nothing of GGUF. No Python code of a model is run, no pickle
+opened.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triblade.models.tokenizer_parts import TokenizerParts, set_special_rule
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Classes whose vocab.json + merges.txt are byte-level BPE -> how they cut words (names of `pretokenizers`).
 _BYTE_LEVEL_CLASSES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+_SLOW_FILES = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json")
 _ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -54,10 +56,10 @@ def _backend(folder: Path, settings: Mapping[str, Any]) -> Tokenizer:
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"cannot read {path}: {error}", hint="the file may be cut short; fetch it again") from error
+            raise CheckpointError(f"cannot read {path}: {error}", hint="it may be cut short; fetch it again") from error
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return _from_vocabulary_and_merges(folder, settings)
-    slow = [p.name for p in sorted(folder.glob("*")) if p.name in ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model")]
+    slow = [name for name in _SLOW_FILES if (folder / name).is_file()]
     if slow:
         raise _slow(folder, ", ".join(slow))
     raise CheckpointError(
@@ -86,7 +88,7 @@ def _from_vocabulary_and_merges(folder: Path, settings: Mapping[str, Any]) -> To
 def _slow(folder: Path, found: str) -> UnsupportedError:
     return UnsupportedError(
         f"the tokenizer in {folder} has no tokenizer.json, only: {found}",
-        hint="load it once with transformers.AutoTokenizer and save it with save_pretrained: that writes tokenizer.json",
+        hint="load it once with transformers' AutoTokenizer and save it (save_pretrained): that writes tokenizer.json",
     )
 
 
@@ -99,7 +101,8 @@ def _add_missing_tokens(backend: Tokenizer, settings: Mapping[str, Any], special
     known.update(token.content for token in listed)
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     texts = [*special.values(), *_texts(extra.values() if isinstance(extra, Mapping) else extra)]
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in texts if text not in known])
+    new = [AddedToken(text, normalized=False, special=True) for text in texts if text not in known]
+    backend.add_special_tokens(new)
 
 
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:
@@ -123,7 +126,7 @@ def _eos_token_ids(folder: Path, backend: Tokenizer, eos: str | None) -> frozens
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> source. Template files win over tokenizer_config.json, whose value is a string or a list of named ones."""
+    """Name -> source. Template files win over tokenizer_config.json, which has one string or a list of named ones."""
     given = settings.get("chat_template")
     if isinstance(given, list):
         templates = {str(entry["name"]): str(entry["template"]) for entry in given}

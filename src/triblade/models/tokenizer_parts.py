@@ -1,7 +1,7 @@
 """What every source of a tokenizer is read into, and the byte spelling of its tokens.
 
-Knows no file format. `TokenizerParts` is made by `tokenizer_files` (a folder) and `gguf_tokenizer` (a GGUF file) and used by
-`tokenizer`.
+Knows no file format. `TokenizerParts` is made by `tokenizer_files` (a folder) and `gguf_tokenizer` (a GGUF file) and
+used by `tokenizer`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def set_special_rule(backend: Tokenizer, *, bos: str | None, eos: str | None) ->
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: a printable Latin-1 byte stands for itself, the others for 256, 257, ... in order."""
+    """Character -> byte of byte-level BPE: printable Latin-1 is itself, 256, 257, ... are the other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def spelling(backend: Tokenizer) -> Callable[[str], bytes] | None:
-    """How this tokenizer's vocabulary entries spell bytes, read off its decoder; None when the decoder is of another kind."""
+    """How vocabulary entries spell bytes, read off the tokenizer's decoder; None for a decoder of another kind."""
     steps = list(_decoder_steps(json.loads(backend.to_str())["decoder"])) if backend.decoder else []
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:

@@ -1,30 +1,32 @@
 """The HTTP answer to a generation request, as a stream or as one body, from admission to the last byte.
 
-Life of an answer: admitted -> outputs of the engine -> headers with the first output -> chunks or body. Until the headers are
-sent every failure has its own HTTP status; afterwards it is an error event, then [DONE]. Whatever ends an answer early (the
-client leaves, time runs out, the server shuts down) stops the engine's work for it within a step.
+Life of an answer: admitted -> outputs of the engine -> headers with the first output -> chunks or body. Until the
+headers are sent every failure has its own HTTP status; afterwards it is an error event, then [DONE]. Whatever ends an
+answer early (the client leaves, time runs out, the server shuts down) stops the engine's work for it within a step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from triblade.engine.outputs import FinishReason, RequestOutput
-from triblade.errors import TribladeError
 from triblade.serve.errors import ClientGoneError, EngineFaultError, RequestTimeoutError, ServeError
 from triblade.serve.jobs import Job
-from triblade.serve.metrics import RequestRecorder, ServerMetrics
+from triblade.serve.metrics import ServerMetrics
 from triblade.serve.outputs import open_outputs
 from triblade.serve.problems import log_fault, problem
-from triblade.serve.render.base import DONE, Envelope, Renderer, Usage, event
+from triblade.serve.recorder import RequestRecorder
+from triblade.serve.render.base import DONE, Envelope, Renderer, event
 from triblade.serve.state import ServerState
+from triblade.serve.stoppable import Stoppable
 
 if TYPE_CHECKING:
     from triblade.models.tokenizer import Tokenizer
@@ -41,51 +43,17 @@ STREAM_HEADERS = [
 ]
 
 
-class Stoppable:
-    """Runs one coroutine that others may end with an error of their choice."""
-
-    def __init__(self) -> None:
-        self._task: asyncio.Task[object] | None = None
-        self._reason: ServeError | None = None
-
-    def stop(self, reason: ServeError) -> None:
-        """End the coroutine with `reason`; the first reason counts, and none does after its end."""
-        if self._task is not None and self._reason is None:
-            self._reason = reason
-            self._task.cancel()
-
-    async def run(self, work: Awaitable[None]) -> None:
-        """Await `work` in the current task.
-
-        Raises:
-            ServeError: the reason given to `stop`.
-        """
-        self._task = asyncio.current_task()
-        try:
-            await work
-        except asyncio.CancelledError:
-            if self._reason is None or self._task is None:
-                raise  # somebody else cancels the whole task
-            self._task.uncancel()
-            raise self._reason from None
-        finally:
-            self._task = None
-
-
 class GenerationResponse(Response):
     """Generates while it answers."""
 
-    def __init__(self, job: Job, state: ServerState, metrics: ServerMetrics, make_renderer: MakeRenderer, prefix: str) -> None:
-        self.background = None
+    def __init__(self, job: Job, state: ServerState, metrics: ServerMetrics, make_renderer: MakeRenderer) -> None:
+        super().__init__()
         self._job = job
         self._state = state
-        self._label = f"{prefix}-{uuid.uuid4().hex}"
-        envelope = Envelope(self._label, state.created, job.model)
+        self._label = f"{job.id_prefix}-{uuid.uuid4().hex}"
         self._engine = state.require_ready()
-        self._renderer = make_renderer(job, envelope, self._engine.tokenizer)
-        self._recorder = RequestRecorder(metrics)
-        self._usage = Usage()
-        self._unfinished = {(prompt, child) for prompt in range(len(job.prompts)) for child in range(job.n)}
+        self._renderer = make_renderer(job, Envelope(self._label, int(time.time()), job.model), self._engine.tokenizer)
+        self._recorder = RequestRecorder(metrics, len(job.prompts), job.n)
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,19 +63,19 @@ class GenerationResponse(Response):
             TribladeError: before the first byte; the application turns it into a status.
         """
         work = Stoppable()
-        leftover = FinishReason.ERROR
-        try:
-            with self._state.admit(work, self._job.num_sequences):
-                await self._watched(work, receive, send)
-        except ClientGoneError:
+        with self._state.admit(work, self._job.num_sequences):
             leftover = FinishReason.ABORT
-            logger.debug("%s: the client left", self._label)
-        except Exception as error:
-            if not self._started:
-                raise
-            await self._last_words(error, send)
-        finally:
-            self._recorder.end(leftover)
+            try:
+                await self._watched(work, receive, send)
+            except ClientGoneError:
+                logger.debug("%s: the client left", self._label)
+            except Exception as error:
+                leftover = FinishReason.ABORT if isinstance(error, ServeError) else FinishReason.ERROR
+                if not self._started:
+                    raise
+                await self._last_words(error, send)
+            finally:
+                self._recorder.end(leftover)
 
     async def _watched(self, work: Stoppable, receive: Receive, send: Send) -> None:
         """Generate, until done, gone or late."""
@@ -130,24 +98,17 @@ class GenerationResponse(Response):
                     await self._send_chunk(send, self._renderer.chunk(prompt, output))
                 else:
                     self._renderer.collect(prompt, output)
-        if self._unfinished:
-            raise EngineFaultError(f"the engine ended without finishing {len(self._unfinished)} choices")
+        if self._recorder.num_open:
+            raise EngineFaultError(f"the engine ended without finishing {self._recorder.num_open} choices")
         await self._finish(send)
 
     def _note(self, prompt: int, output: RequestOutput) -> None:
-        """Count an output and notice the end of its choice.
+        """Count an output.
 
         Raises:
-            EngineFaultError: the choice ended with an error, or was aborted inside the engine.
+            EngineFaultError: its choice ended with an error, or was aborted inside the engine.
         """
         self._recorder.note(prompt, output)
-        if output.index == 0 and (prompt, 0) not in self._seen:
-            self._seen.add((prompt, 0))
-            self._usage.prompt_tokens += output.num_prompt_tokens
-            self._usage.cached_tokens += output.num_cached_tokens
-        self._usage.completion_tokens += len(output.token_ids)
-        if output.finished:
-            self._unfinished.discard((prompt, output.index))
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFaultError(output.error or "the request was aborted")
 
@@ -160,7 +121,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def _finish(self, send: Send) -> None:
-        usage = self._usage.as_json()
+        usage = self._recorder.usage.as_json()
         if self._job.stream:
             last = (self._renderer.usage_chunk(usage) if self._job.include_usage else b"") + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})

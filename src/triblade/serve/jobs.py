@@ -36,6 +36,7 @@ class PromptJob:
 class Job:
     """One request, ready for the engine."""
 
+    id_prefix: str  # of the answer's id
     model: str  # as the answer names it
     prompts: Sequence[PromptJob]
     stream: bool
@@ -124,8 +125,8 @@ def _prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]  # one list of ids: the first element tells
-    return prompt  # type: ignore[return-value]
+        return [prompt]  # one list of ids: the first element tells
+    return list(prompt)
 
 
 def _completion_prompts(
@@ -156,10 +157,12 @@ def _echoed(engine: ServedEngine, prompt: str | list[int], params: SamplingParam
 
 
 def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]]) -> list[int]:
+    go_on = bool(body.continue_final_message)
+    opens = body.add_generation_prompt
     text = engine.tokenizer.render_chat(
         messages,
-        add_generation_prompt=not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
+        add_generation_prompt=not go_on if opens is None else opens,
+        continue_final_message=go_on,
         chat_template=body.chat_template,
         template_kwargs=body.chat_template_kwargs,
     )
@@ -168,6 +171,7 @@ def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: lis
 
 def _job(body: GenerationBody, model: str, prompts: Sequence[PromptJob]) -> Job:
     return Job(
+        id_prefix="cmpl" if isinstance(body, CompletionRequest) else "chatcmpl",
         model=model,
         prompts=prompts,
         stream=bool(body.stream),

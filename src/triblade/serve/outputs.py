@@ -1,7 +1,7 @@
 """The outputs of all prompts of a request, as one stream.
 
-Each prompt has an iterator of the engine; they are read at the same time and merged as they come. Leaving the stream, for
-whatever reason, ends them all, which makes the engine drop the request.
+Each prompt has an iterator of the engine; they are read at the same time and merged as they come. Leaving the stream,
+for whatever reason, ends them all, which makes the engine drop the request.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ async def _read(
 
 
 @asynccontextmanager
-async def _generation(client: EngineClient, job: Job, number: int, label: str) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+async def _generation(
+    client: EngineClient, job: Job, number: int, label: str
+) -> AsyncIterator[AsyncIterator[RequestOutput]]:
     """The engine's iterator for one prompt, closed at the end: a generator left behind would go on until collected."""
     prompt = job.prompts[number]
     outputs = client.generate(prompt.token_ids, prompt.params, request_id=label, priority=job.priority)

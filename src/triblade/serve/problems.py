@@ -67,19 +67,24 @@ def problem(error: BaseException) -> Problem:
 
 
 def log_fault(error: BaseException, request_id: str) -> None:
-    """Log what is our fault: unexpected exceptions with their trace, errors raised on purpose in one line."""
-    told = problem(error)
-    if told.status < HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ServeError):
+    """Log what is our fault: every 500 with its trace, a dead engine in one line per request."""
+    status = problem(error).status
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ServeError):
         return
-    trace = None if isinstance(error, TribladeError) else error
+    trace = error if status == HTTPStatus.INTERNAL_SERVER_ERROR else None
     logger.error("request %s failed: %s: %s", request_id, type(error).__name__, error, exc_info=trace)
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """Exception handler of the application."""
+    """Exception handler of the application, for what it raises on purpose."""
     log_fault(error, request.scope.get("state", {}).get("request_id", "-"))
     if isinstance(error, HTTPException):
         error = _worded(request, error)
+    return problem(error).response()
+
+
+async def answer_bug(request: Request, error: Exception) -> Response:
+    """Exception handler for everything else; the framework raises the error again, and whoever catches it logs it."""
     return problem(error).response()
 
 

@@ -1,8 +1,8 @@
 """The bodies of requests, field by field: names and types, nothing about models.
 
-Types are strict (a number in quotes is an error), null means "not given". Ranges are checked where the values are used
-(`SamplingParams`, the engine), so that they exist once. Fields not listed here stay in `model_extra`; `refusals.py` decides
-which of them may be ignored.
+Types are strict (a number in quotes is an error), null means "not given". Ranges are checked where the values are
+used (`SamplingParams`, the engine), so that they exist once. Fields not listed here stay in `model_extra`;
+`refusals.py` decides which of them may be ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _whole(value: Any) -> Any:
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**63 - 1)]
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**64 - 1)]
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_whole)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), BeforeValidator(_whole)]
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -40,7 +40,7 @@ def _prompt(value: Any) -> str | list[str] | list[int] | list[list[int]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists, none empty")
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; not empty")
     if isinstance(value[0], str):
         if not all(isinstance(text, str) for text in value):
             raise ValueError("must not mix strings with anything else")
@@ -114,7 +114,9 @@ class CompletionRequest(GenerationBody):
     """Body of POST /v1/completions."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 8}]}
+        json_schema_extra={
+            "examples": [{"model": "smollm2-135m", "prompt": "Paris is the capital of", "max_tokens": 8}]
+        }
     )
 
     prompt: Prompt
@@ -174,4 +176,3 @@ class DetokenizeRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
 
     tokens: TokenIds
-

@@ -1,8 +1,8 @@
 """Request fields that this server understands but does not do.
 
-A field that would change the answer is refused with a reason, never dropped in silence; a field that would not (`user`,
-`metadata`, a vendor's own) is ignored with a debug line, as clients send many of them. Values that ask for nothing, such
-as `tools: []`, pass.
+A field that would change the answer is refused with a reason, never dropped in silence; a field that would not
+(`user`, `metadata`, a vendor's own) is ignored with a debug line, as clients send many of them. Values that ask for
+nothing, such as `tools: []`, pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COMMON: Mapping[str, Refusal] = {
     "truncate_prompt_tokens": Refusal("shorten the prompt before sending it"),
     "logits_processors": Refusal("custom logits processors are not supported"),
     "return_tokens_as_token_ids": Refusal("use return_token_ids"),
-    "cache_salt": Refusal("the prefix cache is shared by all requests; start the server without prefix caching instead"),
+    "cache_salt": Refusal("the prefix cache is shared by all requests; start the server without one"),
     "kv_transfer_params": Refusal("KV transfer is not controlled by requests"),
     "prompt_embeds": _TEXT_IN,
 }

@@ -55,7 +55,8 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
         RequestError: naming the field.
     """
     if body.best_of not in (None, 1 if body.n is None else body.n):
-        raise RequestError(f"best_of must be equal to n, got: {body.best_of}", hint="leave best_of out", param="best_of")
+        hint = "leave best_of out"
+        raise RequestError(f"best_of must be equal to n, got: {body.best_of}", hint=hint, param="best_of")
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 without echo, got: 0", param="max_tokens")
     values = _common(body, defaults)

@@ -1,7 +1,7 @@
 """What the routes share: the configuration, the engine once it is loaded, and the requests in flight.
 
-One object per server, made at start and passed to whoever needs it. It knows no HTTP. A request counts against the queue
-limit from `admit` until the block ends, whatever happens inside.
+One object per server, made at start and passed to whoever needs it. It knows no HTTP. A request counts against the
+queue limit from `admit` until the block ends, whatever happens inside.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from triblade.errors import ModelNotFoundError, RequestError
 from triblade.sampling_params import SamplingParams
 from triblade.serve.errors import DrainingError, LoadingError, OverloadedError, ServeError
 from triblade.serve.sampling import model_defaults
+from triblade.serve.stoppable import Stoppable
 
 if TYPE_CHECKING:
     from triblade.models.tokenizer import Tokenizer
@@ -47,14 +48,6 @@ class ServedEngine(EngineClient, Protocol):
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
-        ...
-
-
-class Stoppable(Protocol):
-    """A request in flight."""
-
-    def stop(self, reason: ServeError) -> None:
-        """End it with this error."""
         ...
 
 

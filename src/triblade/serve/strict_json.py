@@ -1,7 +1,8 @@
 """JSON as RFC 8259 has it, in both directions, for routes that take a body.
 
-Stricter than Python's own parser: no NaN or Infinity, no number beyond a double, no half surrogate pair, no deep nesting,
-and only from `application/json`, so that a web page cannot post to a server on the reader's machine without asking it.
+Stricter than Python's own parser: no NaN or Infinity, no number beyond a double, no half surrogate pair, no deep
+nesting, and only from `application/json`, so that a web page cannot post to a server on the reader's machine without
+asking it.
 """
 
 from __future__ import annotations
@@ -78,9 +79,8 @@ def deeper_than(limit: int, value: Any) -> bool:
 def _require_json(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise RequestError(
-            f"the body must be JSON, got content type: {kind or 'none'!r}", hint="send the header Content-Type: application/json"
-        )
+        hint = "send the header Content-Type: application/json"
+        raise RequestError(f"the body must be JSON, got content type: {kind[:80]!r}", hint=hint)
 
 
 def dumps(value: Any) -> bytes:

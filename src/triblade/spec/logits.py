@@ -1,11 +1,11 @@
 """What a request does to its logits before a distribution is made of them: bias, penalties, barred tokens.
 
-Order, as in vLLM and transformers: logit_bias, repetition penalty, frequency and presence penalty, then the bars, which set
--inf (allowed_token_ids, bad_words, stop tokens before min_tokens). The work is sparse: only the tokens concerned are read
-and written, so a request pays for its own options and its neighbours stay as they are.
+Order, as in vLLM and transformers: logit_bias, repetition penalty, frequency and presence penalty, then the bars,
+which set -inf (allowed_token_ids, bad_words, stop tokens before min_tokens). The work is sparse: only the tokens
+concerned are read and written, so a request pays for its own options and its neighbours stay as they are.
 
-Bars that leave a row no token yield: first those of min_tokens (the output ends early), then bad_words; allowed_token_ids and
-the end of the vocabulary never do. So a row with finite logits always has a token to choose.
+Bars that leave a row no token yield: first those of min_tokens (the output ends early), then bad_words;
+allowed_token_ids and the end of the vocabulary never do. So a row with finite logits always has a token to choose.
 """
 
 from __future__ import annotations

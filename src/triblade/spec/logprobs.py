@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens and the best alternatives, from raw logits.
 
-Knows no sampling option: what a client reads does not depend on temperature, filters or penalties. Every value is finite, and
-equal logits are ordered by id, so that the greedy token is always the first alternative.
+Knows no sampling option: what a client reads does not depend on temperature, filters or penalties. Every value is
+finite, and equal logits are ordered by id, so that the greedy token is always the first alternative.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _best(logits: Tensor, normaliser: Tensor, number: int) -> tuple[list[list[in
 def _order_keys(logits: Tensor) -> Tensor:
     """Distinct int64 [R, V] that grow with the logit and, among equal ones, with the smaller id.
 
-    The bits of a float32 order like an integer once those of a negative number are flipped; adding zero makes -0.0 to 0.0.
+    The bits of a float32 order like an integer once those of a negative number are flipped; adding zero makes -0.0
+    to 0.0.
     """
     bits = (logits + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,8 +1,8 @@
 """Random numbers by address: a pure function of (seed, position, stream), with no generator to keep or to share.
 
-Preemption, batching, replays and speculation never change a draw, because nothing is consumed: the number of a token is found
-again from the seed of its choice and its position in the output. Mixing is SplitMix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014).
+Preemption, batching, replays and speculation never change a draw, because nothing is consumed: the number of a
+token is found again from the seed of its choice and its position in the output. Mixing is SplitMix64 (Steele, Lea
+and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FAMILY = 0x6368696C64736565  # keeps the seeds of choices apart from the states
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request: 64 bits, unlike those of its sisters and of neighbouring request seeds."""
+    """The 64-bit seed of choice `index` of a request; sisters and neighbouring request seeds get unrelated ones."""
     return _mix(_mix(seed ^ _FAMILY) + index)
 
 

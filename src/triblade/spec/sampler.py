@@ -1,8 +1,8 @@
 """Logits in, tokens out: greedy choice or a draw, with log-probabilities.
 
-Knows no model and no request, only rows (`SamplerRow`). A row's token is a function of its logits, its row and nothing else:
-not of the batch, not of the order, not of what was drawn before. Columns beyond the vocabulary (padding rows of an
-embedding) are cut off first and exist for nobody.
+Knows no model and no request, only rows (`SamplerRow`). A row's token is a function of its logits, its row and
+nothing else: not of the batch, not of the order, not of what was drawn before. Columns beyond the vocabulary
+(padding rows of an embedding) are cut off first and exist for nobody.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Sampler:
     def process(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """Bias, penalties and bars of each row applied to float32 logits [R, C]: [R, V], -inf where barred, C >= V.
 
-        The argument is not changed, but the result may be a view of it. See `triblade.spec.logits` for the order, and for
-        what happens when everything is barred.
+        The argument is not changed, but the result may be a view of it. See `triblade.spec.logits` for the order,
+        and for what happens when everything is barred.
         """
         return process_logits(self._real(logits), rows)
 
@@ -64,8 +64,8 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
         """Choose a token for each row of float32 logits [R, C].
 
-        Greedy rows take the largest logit, the smallest id among equals. A row that is not finite (see `finite_rows`) gets
-        some token of the vocabulary and disturbs no other.
+        Greedy rows take the largest logit, the smallest id among equals. A row that is not finite (see
+        `finite_rows`) gets some token of the vocabulary and disturbs no other.
         """
         processed = self.process(logits, rows)
         chosen = processed.argmax(-1)  # [R]
@@ -106,7 +106,7 @@ class Sampler:
 
 
 def finite_rows(logits: Tensor) -> list[bool]:
-    """Which rows of raw logits [R, V] hold neither NaN nor an infinity; the others come from a numerical fault of the model."""
+    """Which rows of raw logits [R, V] hold neither NaN nor an infinity; the others are a fault of the model."""
     low, high = logits.aminmax(dim=-1)
     finite: list[bool] = (low.isfinite() & high.isfinite()).tolist()
     return finite

@@ -1,7 +1,7 @@
 """One row of logits as the sampler sees it: a position of one choice with the tokens before it.
 
-Rows know nothing of each other. Several rows may belong to one choice: with speculation each carries its own hypothetical
-prefix, and everything that depends on history (penalties, bad words, min_tokens) follows that prefix.
+Rows know nothing of each other. Several rows may belong to one choice: with speculation each carries its own
+hypothetical prefix, and everything that depends on history (penalties, bad words, min_tokens) follows that prefix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What chat and text answers have in common: the envelope, the usage, and how deltas fold into a whole answer.
 
-A body is the fold of the same deltas that a stream sends, so the two cannot disagree. JSON that repeats in every chunk is
-written once per request.
+A body is the fold of the same deltas that a stream sends, so the two cannot disagree. JSON that repeats in every
+chunk is written once per request.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def aligned(pieces: Iterable[bytes], text: str) -> list[bytes]:
     """What each token contributes to `text`, which the tokens were made from.
 
     A token may show less in the text than it stands for: special tokens that were added, the space that some tokenizers
-    put before the first word. A token that is not found at its place contributes nothing; the rest goes to the last one.
+    put before the first word. A token that is not found at its place contributes nothing; the last one gets the rest.
     """
     whole = text.encode()
     position, found = 0, []
@@ -113,7 +113,8 @@ class LogprobWriter:
 
     def _shown(self, token_id: int) -> bytes:
         """What a generated token adds to the text."""
-        return b"" if self._skips_special_tokens and self._is_special(token_id) else self._tokenizer.token_bytes(token_id)
+        hidden = self._skips_special_tokens and self._is_special(token_id)
+        return b"" if hidden else self._tokenizer.token_bytes(token_id)
 
     def _is_special(self, token_id: int) -> bool:
         decode = self._tokenizer.decode

@@ -1,0 +1,191 @@
+"""A Hugging Face model folder: config.json and safetensors weights, in one file or in shards with an index.
+
+The index is a contract: every shard it names is there, and holds the tensors it is said to hold, before anything else
+happens. Pickled weights are never opened. Knows no GGUF and no decoder.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from triblade.errors import CheckpointError, UnsupportedError
+from triblade.models.checkpoint import digest, sample_spans, unknown_tensor
+from triblade.models.json_files import read_json_object, read_json_object_if_present
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BY_NAME = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CUT_SHORT = "the file is damaged or cut short; fetch it again"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor, from the header of its file."""
+
+    file: str
+    dtype: str  # as safetensors spells it: "BF16"
+    shape: tuple[int, ...]
+    offset: int  # from the beginning of the file
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class SafetensorsCheckpoint:
+    """Implements `Checkpoint` for a folder; tensors are mapped from disk when asked for.
+
+    Raises:
+        CheckpointError: from the constructor, when a file is missing or broken.
+        UnsupportedError: the weights are pickled, or quantized in a way that is not read.
+    """
+
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        weight_map = _weight_map(folder)
+        self.config = read_json_object(folder / "config.json")
+        self.generation_config = read_json_object_if_present(folder / "generation_config.json")
+        _refuse_quantized(folder, self.config)
+        files = sorted(set(weight_map.values())) or [_SINGLE]
+        self._files = {file: _open(folder / file) for file in files}
+        self._entries = _entries(folder, files, weight_map)
+        self.dtype = _dtype(self._entries.values(), self.config)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors in `dtype`."""
+        return sum(entry.num_elements for entry in self._entries.values()) * self.dtype.itemsize
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._entries)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as stored, mapped from its file."""
+        if name not in self._entries:
+            raise unknown_tensor(name, self._folder)
+        tensor: torch.Tensor = self._files[self._entries[name].file].get_tensor(name)
+        return tensor
+
+    def fingerprint(self) -> str:
+        """SHA-256 over configuration, names, types, shapes and samples of every tensor's bytes."""
+        return digest(self.config, self._samples())
+
+    def _samples(self) -> Iterator[bytes]:
+        for name, entry in sorted(self._entries.items()):
+            yield f"{name} {entry.dtype} {entry.shape}".encode()
+            with (self._folder / entry.file).open("rb") as file:
+                for offset, length in sample_spans(entry.offset, entry.num_bytes):
+                    file.seek(offset)
+                    yield file.read(length)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, from the index; empty for a single file.
+
+    Raises:
+        CheckpointError: a shard of the index is not there, or there are no weights at all.
+        UnsupportedError: there are only pickled weights.
+    """
+    if (folder / _SINGLE).is_file():
+        return {}
+    if not (folder / _INDEX).is_file():
+        raise _no_weights(folder)
+    weight_map = read_json_object(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{folder / _INDEX} names a file outside the folder: {file!r}")
+    missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"weight files that the index names are missing in {folder}: {', '.join(missing)}",
+            hint="the download is incomplete; fetch the model again",
+        )
+    return weight_map
+
+
+def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
+    pickled = sorted(
+        path.name for pattern in _PICKLED for path in folder.glob(pattern) if path.name != "training_args.bin"
+    )
+    if pickled:
+        return UnsupportedError(
+            f"{folder} has pickled weights only; they can run code and are not opened: {', '.join(pickled[:3])}",
+            hint="use a safetensors version of the model, or make one with transformers' save_pretrained",
+        )
+    return CheckpointError(f"no weights in {folder}: neither {_SINGLE} nor {_INDEX}", hint="fetch the model again")
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config") or read_json_object_if_present(folder / "quantize_config.json")
+    if quantization:
+        method = quantization.get("quant_method") or ("gptq" if "bits" in quantization else "unknown")
+        raise UnsupportedError(
+            f"the weights in {folder} are quantized with {method!r}, which is not read",
+            hint="use the model's unquantized weights, or a GGUF file of it",
+        )
+
+
+def _open(path: Path) -> Any:
+    """The library's own check of the header: lengths, offsets and types within the file."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", hint=_CUT_SHORT) from error
+
+
+def _entries(folder: Path, files: list[str], weight_map: Mapping[str, str]) -> dict[str, _Entry]:
+    """Name -> where it is. Where two files hold the same name the index decides."""
+    headers = {file: _read_header(folder / file) for file in files}
+    entries = {
+        name: entry for file in files for name, entry in headers[file].items() if weight_map.get(name, file) == file
+    }
+    absent = sorted(name for name in weight_map if name not in entries)
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} tensors that the index of {folder} promises are not in their files, first: {absent[0]} "
+            f"({weight_map[absent[0]]})",
+            hint="index and weight files are of different versions; fetch the model again",
+        )
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Layout: header length (u64), header (JSON: name -> dtype, shape, data_offsets), data."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, value in header.items():
+        begin, end = value["data_offsets"]
+        entries[name] = _Entry(path.name, value["dtype"], tuple(value["shape"]), 8 + length + begin, end - begin)
+    return entries
+
+
+def _dtype(entries: Iterable[_Entry], config: Mapping[str, Any]) -> torch.dtype:
+    """The type that most of the bytes have; what config.json says if there are no floating-point tensors."""
+    num_bytes: dict[str, int] = {}
+    for entry in entries:
+        num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
+    floats = {name: count for name, count in num_bytes.items() if name in _FLOATS}
+    if floats:
+        return _FLOATS[max(floats, key=floats.__getitem__)]
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return _BY_NAME.get(stated, torch.float32)

@@ -1,0 +1,186 @@
+"""The life of a server process: listen -> load -> ready -> drain -> end.
+
+1. uvicorn accepts connections at once; everything but the probes is answered with 503 while a thread loads the model.
+2. The first SIGTERM or SIGINT closes the listener and refuses new requests; those in flight may finish until the drain
+   time is over and end with an error then. A second signal cuts every connection.
+3. The engine is closed last, in every case, also when loading ends after the server did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from triblade.config import EngineConfig, ServerConfig
+from triblade.serve.app import create_app
+from triblade.serve.errors import DrainingError
+from triblade.serve.run import BACKLOG, StartEngine
+from triblade.serve.state import ServedEngine, ServerState
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65  # longer than the idle time of common load balancers, so that they close first
+ABORT_GRACE_S = 5.0  # for error events to reach the clients after the drain time
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_server(
+    listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig, start: StartEngine
+) -> None:
+    """Serve on a listening socket until a signal comes.
+
+    Raises:
+        TribladeError: whatever loading the model raises.
+    """
+    state = ServerState(engine_config, server_config)
+    loader = Loader(state, start)
+    server = Server(state, loader, listener)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        loader.close()
+    if loader.error is not None:
+        raise loader.error
+
+
+class Loader:
+    """Loads the model in a thread of its own and hands it to the state.
+
+    Attributes:
+        error: why loading failed, if it did.
+    """
+
+    def __init__(self, state: ServerState, start: StartEngine) -> None:
+        self.error: BaseException | None = None
+        self._state = state
+        self._start = start
+        self._lock = threading.Lock()
+        self._engine: ServedEngine | None = None
+        self._closed = False
+
+    def begin(self, server: Server) -> None:
+        """Load without waiting. The thread is a daemon: a server told to stop does not wait for the model."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._load, args=(loop, server), name="triblade-load", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the engine, now or as soon as it is loaded."""
+        with self._lock:
+            self._closed = True
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _load(self, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+        try:
+            engine = self._start(self._state.engine_config)
+        except BaseException as error:
+            self.error = error
+            _tell(loop, server.stop)
+            return
+        with self._lock:
+            unwanted = self._closed
+            self._engine = None if unwanted else engine
+        if unwanted:
+            engine.close()
+        else:
+            _tell(loop, server.announce, engine)
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our rules for signals and for draining."""
+
+    def __init__(self, state: ServerState, loader: Loader, listener: socket.socket) -> None:
+        self._state = state
+        self._loader = loader
+        self._url = _url(listener)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        config = state.config
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(config.drain_timeout_s + 2 * ABORT_GRACE_S),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, then begin to load."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        logger.info("listening on %s, loading %s", self._url, self._state.engine_config.model)
+        self._loader.begin(self)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain: let requests finish, then end them with an error."""
+        self._state.drain()
+        loop, seconds = asyncio.get_running_loop(), self._state.config.drain_timeout_s
+        if self._state.num_in_flight:
+            logger.info("draining: %d requests have %g s to finish", self._state.num_in_flight, seconds)
+        loop.call_later(seconds, self._state.stop_all, DrainingError("the server is shutting down"))
+        loop.call_later(seconds + ABORT_GRACE_S, self._cut)
+        await super().shutdown(sockets)
+        logger.info("stopped")
+
+    def announce(self, engine: ServedEngine) -> None:
+        """The model is loaded."""
+        self._state.loaded(engine)
+        if not self.should_exit:
+            logger.info("serving %s at %s/v1", ", ".join(self._state.names), self._url)
+
+    def stop(self) -> None:
+        """Begin to shut down."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while the block runs, and give them back without raising them again: the exit code is 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends at once."""
+        if self.should_exit:
+            self.force_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cut)
+        self.should_exit = True
+
+    def _cut(self) -> None:
+        """Close every connection without a word; their requests end as if the clients had left."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: object, *arguments: object) -> None:
+    """Call in the loop's thread, unless the loop is over."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]
+    except RuntimeError:
+        logger.debug("the server ended before the model was loaded")
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

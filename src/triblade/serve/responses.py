@@ -1,0 +1,182 @@
+"""The bodies of answers as types: for the OpenAPI document, and for the small answers that are made from them.
+
+Generated answers are written by `render/`, token by token, without passing through these types; the tests check them
+against the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+REASONS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "Too many requests per minute.",
+    500: "A fault of the server.",
+    503: "Loading, draining, overloaded, timed out, or the engine is dead.",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is not 200."""
+
+    error: ErrorDetail
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route."""
+    return {status: {"model": ErrorBody, "description": REASONS[status]} for status in statuses}
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class LegacyLogprobs(BaseModel):
+    """Log-probabilities of a completion; the lists run in parallel."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+
+
+class Completion(_Answer):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class TopLogprob(BaseModel):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """One generated token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Message(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer."""
+
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+
+
+class ChatCompletion(_Answer):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class Tokenized(_Answer):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Answer):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class Model(_Answer):
+    """A model, under one of its names."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "triblade"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(_Answer):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Version(_Answer):
+    """Answer of GET /version."""
+
+    version: str

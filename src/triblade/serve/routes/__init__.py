@@ -1,0 +1,1 @@
+"""The routes: each reads its body, asks the other modules, and answers."""

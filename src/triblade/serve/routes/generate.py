@@ -1,0 +1,50 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from triblade.serve.answer import GenerationResponse
+from triblade.serve.jobs import chat_job, completion_job
+from triblade.serve.metrics import ServerMetrics
+from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest
+from triblade.serve.refusals import CHAT, COMPLETION, refuse_tools, refuse_unsupported
+from triblade.serve.render.chat import ChatRenderer
+from triblade.serve.render.completions import CompletionRenderer
+from triblade.serve.responses import ChatCompletion, Completion, problems
+from triblade.serve.state import ServerState
+from triblade.serve.strict_json import StrictRoute
+
+
+def router(state: ServerState, metrics: ServerMetrics) -> APIRouter:
+    """The routes that generate."""
+    routes = APIRouter(route_class=StrictRoute, tags=["generation"])
+
+    @routes.post("/v1/completions", responses=_answers(Completion), response_class=Response)
+    async def create_completion(body: CompletionRequest) -> GenerationResponse:
+        """Continue one or several prompts."""
+        refuse_unsupported(body.model_extra or {}, COMPLETION)
+        job = await completion_job(body, state)
+        return GenerationResponse(job, state, metrics, CompletionRenderer)
+
+    @routes.post("/v1/chat/completions", responses=_answers(ChatCompletion), response_class=Response)
+    async def create_chat_completion(body: ChatCompletionRequest) -> GenerationResponse:
+        """Answer a conversation."""
+        refuse_tools(body.model_extra or {})
+        refuse_unsupported(body.model_extra or {}, CHAT)
+        job = await chat_job(body, state)
+        return GenerationResponse(job, state, metrics, ChatRenderer)
+
+    return routes
+
+
+def _answers(model: type[Any]) -> dict[int | str, dict[str, Any]]:
+    stream = {"schema": {"type": "string"}, "example": 'data: {"choices": [...]}\n\ndata: [DONE]\n\n'}
+    found = {
+        "model": model,
+        "description": "The answer; server-sent events with `stream: true`.",
+        "content": {"text/event-stream": stream},
+    }
+    return {200: found, **problems(400, 401, 404, 413, 429, 500, 503)}
