@@ -153,10 +153,10 @@ def serve(
     server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
 ) -> None:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
-    from triblade.serve.app import run
+    from triblade.serve.run import serve as run_server
 
     console.setup_logging(server.log_level)
-    run(engine, with_environment(server))
+    sys.exit(run_server(engine, with_environment(server)))
 
 
 @app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")

@@ -125,7 +125,9 @@ class EngineConfig:
                 hint="leave it out; quantized GGUF files are read as they are",
             )
         if self.deterministic and self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"deterministic mode computes in float32, got dtype: {self.dtype}", hint="leave --dtype out")
+            raise ConfigError(
+                f"deterministic mode computes in float32, got dtype: {self.dtype}", hint="leave --dtype out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,9 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     for name in values:
         if name not in known:
             raise unknown_name(f"{kind.__name__} option", name, list(known))
-    missing = [f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING and f.name not in values]
+    missing = [
+        f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING and f.name not in values
+    ]
     if missing:
         raise ConfigError(f"{kind.__name__} misses: {', '.join(missing)}")
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})

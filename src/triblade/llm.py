@@ -1,7 +1,7 @@
 """The engine for scripts: prompts in, completions out, in the calling thread.
 
-    llm = LLM("smollm2-135m")
-    print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+llm = LLM("smollm2-135m")
+print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> Tensor:
     """One query, one head, one key at a time."""
-    s, queries, heads, d = q.shape
+    s, queries, heads, _ = q.shape
     out = torch.zeros_like(q)
     for i in range(s):
         for t in range(queries):
@@ -164,8 +164,13 @@ def test_tiled_attention_does_not_depend_on_chunks_batch_or_padding(softcap: flo
 
 
 def test_automatic_choices_say_why() -> None:  # E2
-    assert select_backend("auto", deterministic=False, softcap=True)[1] == "attention eager: the model caps attention scores"
-    assert select_backend("auto", deterministic=False, softcap=False)[1] == "attention sdpa: fastest that fits the model"
+    assert (
+        select_backend("auto", deterministic=False, softcap=True)[1]
+        == "attention eager: the model caps attention scores"
+    )
+    assert (
+        select_backend("auto", deterministic=False, softcap=False)[1] == "attention sdpa: fastest that fits the model"
+    )
     assert select_backend("eager", deterministic=False, softcap=False)[1] == "attention eager: asked for"
     with pytest.raises(UnsupportedError, match="hint: use auto or eager"):
         select_backend("sdpa", deterministic=False, softcap=True)
@@ -176,5 +181,5 @@ def test_device_selection() -> None:  # H05
         assert select_device("auto")[0].type == "cuda"
         return
     assert select_device("auto") == (torch.device("cpu"), "no CUDA device")
-    with pytest.raises(UnsupportedError, match="no CUDA device: .+"):
+    with pytest.raises(UnsupportedError, match=r"no CUDA device: .+"):
         select_device("cuda")

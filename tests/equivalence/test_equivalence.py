@@ -147,7 +147,9 @@ def test_prompt_logprobs_do_not_depend_on_chunks(chunk: int) -> None:  # E15
 def test_compressed_caches_do_not_depend_on_the_batch(codec: str) -> None:
     llm = tiny_llm(model("llama"), kv_cache_dtype=codec)
     batched = [c[0].token_ids for c in llm.generate(prompts(), GREEDY)]
-    single = [tiny_llm(model("llama"), kv_cache_dtype=codec).generate([ids], GREEDY)[0][0].token_ids for ids in prompts()]
+    single = [
+        tiny_llm(model("llama"), kv_cache_dtype=codec).generate([ids], GREEDY)[0][0].token_ids for ids in prompts()
+    ]
     assert batched == single
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -138,8 +139,12 @@ def test_bad_requests_cost_nothing(llm: LLM, ids: list[int], params: dict[str, o
     assert one(llm).token_ids == list(greedy()[:8])
 
 
-@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "param"), [(64, None, "prompt"), (80, 1, "prompt"), (60, 5, "max_tokens")])
-def test_context_overflow_names_the_numbers(llm: LLM, prompt_tokens: int, max_tokens: int | None, param: str) -> None:  # C36
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "param"), [(64, None, "prompt"), (80, 1, "prompt"), (60, 5, "max_tokens")]
+)
+def test_context_overflow_names_the_numbers(
+    llm: LLM, prompt_tokens: int, max_tokens: int | None, param: str
+) -> None:  # C36
     with pytest.raises(ContextLengthError, match=f"64 tokens, the request has {prompt_tokens} prompt tokens") as caught:
         one(llm, prompt(prompt_tokens), max_tokens=max_tokens)
     assert caught.value.param == param
@@ -176,7 +181,11 @@ def test_choices_share_the_prompt(llm: LLM) -> None:  # H15
 def test_a_seeded_request_does_not_feel_its_neighbours(llm: LLM) -> None:  # C01
     seeded = SamplingParams(seed=1, temperature=1.0, max_tokens=8, ignore_eos=True)
     alone = llm.generate([IDS], seeded)[0][0].token_ids
-    for neighbour in (SamplingParams(seed=2, max_tokens=8), SamplingParams(max_tokens=8), SamplingParams(temperature=0)):
+    for neighbour in (
+        SamplingParams(seed=2, max_tokens=8),
+        SamplingParams(max_tokens=8),
+        SamplingParams(temperature=0),
+    ):
         requests = [llm.engine.prepare(IDS, seeded), llm.engine.prepare(IDS[:5], neighbour)]
         tokens: list[int] = []
         for request, output in llm._run([r for group in requests for r in group]):
@@ -200,6 +209,20 @@ def test_padding_rows_of_the_embedding_are_never_sampled() -> None:  # A23
         assert max(completion[0].token_ids) < 80
         assert completion[0].logprobs is not None
         assert all(token < 80 for entry in completion[0].logprobs for token, _ in entry.top)
+
+
+def test_tokens_without_an_embedding_row_do_not_exist() -> None:  # A24
+    llm = tiny_llm(open_tiny("llama", vocabulary=99))
+    for params in ({"allowed_token_ids": (96,)}, {"logit_bias": {98: 1.0}}, {"stop_token_ids": (97,)}):
+        with pytest.raises(RequestError, match="between 0 and 95"):
+            one(llm, **params)
+    assert one(llm, allowed_token_ids=(95,)).token_ids == [95] * 8
+
+
+def test_garbage_in_padding_columns_ends_no_request() -> None:  # A23
+    opened = open_tiny("llama", vocabulary=80)
+    opened.checkpoint.tensor("lm_head.weight")[80:] = torch.nan
+    assert len(one(tiny_llm(opened)).token_ids) == 8
 
 
 def test_a_row_that_is_not_finite_ends_with_an_error_and_harms_nobody() -> None:  # A22
@@ -245,7 +268,9 @@ def test_leaving_a_stream_early_aborts_it(llm: LLM) -> None:
 
 def test_counters_agree_with_what_requests_report(llm: LLM) -> None:  # H14
     before = llm.engine.load()
-    completions = [llm.generate([prompt(n)], SamplingParams(max_tokens=3, ignore_eos=True))[0][0] for n in (9, 17, 17, 30)]
+    completions = [
+        llm.generate([prompt(n)], SamplingParams(max_tokens=3, ignore_eos=True))[0][0] for n in (9, 17, 17, 30)
+    ]
     load = llm.engine.load()
     assert load.num_prompt_tokens - before.num_prompt_tokens == 9 + 17 + 17 + 30
     assert load.num_cached_prompt_tokens == sum(c.num_cached_tokens for c in completions) > 0
@@ -260,7 +285,7 @@ def test_bad_words_are_never_completed(llm: LLM) -> None:
     completion = one(llm, bad_words=(words[0], f"{words[1]} {words[2]}"))
     text = completion.text.split()
     assert words[0] not in text
-    assert not any(pair == (words[1], words[2]) for pair in zip(text, text[1:], strict=False))
+    assert not any(pair == (words[1], words[2]) for pair in pairwise(text))
 
 
 def test_allowed_token_ids(llm: LLM) -> None:  # A24

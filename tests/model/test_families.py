@@ -92,7 +92,9 @@ def test_an_unknown_parameter_is_named() -> None:
 def test_a_wrong_shape_is_named() -> None:
     model = tiny_model("llama")
     model.source.tensors["model.norm.weight"] = torch.zeros(47)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[47\], the configuration asks for \[48\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight has shape \[47\], the configuration asks for \[48\]"
+    ):
         our_logits(model, prompt(3), ReferenceBackend())
 
 

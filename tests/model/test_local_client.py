@@ -34,7 +34,9 @@ def client() -> Iterator[LocalClient]:
     made._engine.check_idle()
 
 
-async def collect(client: LocalClient, ids: list[int], params: SamplingParams = GREEDY, **options: Any) -> list[RequestOutput]:
+async def collect(
+    client: LocalClient, ids: list[int], params: SamplingParams = GREEDY, **options: Any
+) -> list[RequestOutput]:
     return [output async for output in client.generate(ids, params, **options)]
 
 

@@ -129,7 +129,8 @@ def test_rows_of_one_choice_follow_their_own_prefix() -> None:
         "bad_words": [[1, 3], [4]],
     }
     words = options.pop("bad_words")
-    sampler, output, previous = Sampler(VOCAB), [], 0
+    sampler, previous = Sampler(VOCAB), 0
+    output: list[int] = []
     for _ in range(10):
         output += sampler.sample(
             tables[previous].unsqueeze(0), [row(output, prompt=[8], bad_words=words, **options)]

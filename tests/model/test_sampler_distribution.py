@@ -43,7 +43,8 @@ def reference_distribution(logits: list[float], params: SamplingParams) -> list[
     best = max(weights.values())
     order = sorted((t for t, w in weights.items() if w >= params.min_p * best), key=lambda t: -weights[t])
     order = order[: params.top_k] if params.top_k > 0 else order
-    mass, kept = sum(weights[t] for t in order), []
+    mass = sum(weights[t] for t in order)
+    kept: list[int] = []
     for token in order:
         if sum(weights[t] for t in kept) >= params.top_p * mass:
             break
@@ -140,6 +141,20 @@ def test_draw_inverts_the_cumulative_distribution_exactly() -> None:
     weights = torch.tensor([[0, unit, 0, 2 * unit, unit, 0]]).expand(6, -1)
     uniforms = torch.tensor([0.0, 0.249999, 0.25, 0.749999, 0.75, 1 - 2**-53], dtype=torch.float64)
     assert draw(weights, uniforms).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_draw_equals_a_running_sum_over_the_whole_vocabulary(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(200, size, generator=generator).mul(WEIGHT_OF_BEST).trunc()
+    weights[torch.rand(200, size, generator=generator) < 0.7] = 0.0
+    weights[:, size // 2] = 1.0
+    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
+    for line, number, token in zip(
+        weights.long().tolist(), uniforms.tolist(), draw(weights, uniforms).tolist(), strict=True
+    ):
+        target = int(number * sum(line))
+        assert sum(line[:token]) <= target < sum(line[: token + 1])
 
 
 def test_a_row_is_the_same_bits_in_any_company() -> None:

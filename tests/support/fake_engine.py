@@ -1,219 +1,118 @@
-"""An engine without a model, for the server's tests: scripted answers over a byte tokenizer.
+"""A scheduler driven by a runner without a model: KV is a dictionary from slot to the tokens it stands for.
 
-Bytes are tokens 0..255; 256 begins a text, 257 ends one. What a prompt is answered with is looked up in `scripts` by the
-prompt's text; unknown prompts get "Hello, world!". Every request that began and every one that was dropped is on record.
+Every step checks that a request's computed slots hold exactly its own prefix, so a block that was shared, evicted, reassigned or
+published wrongly is seen at once. The "model" is a function of all tokens so far.
 """
 
 from __future__ import annotations
 
-import asyncio
-import codecs
-import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
-from triblade.engine.client import EngineLoad
-from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from triblade.errors import ContextLengthError, RequestError
-from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.engine.block_pool import BlockPool, HashFunction, hash_block
+from triblade.engine.request import Request
+from triblade.engine.scheduler import ScheduledRequest, Scheduler
+from triblade.sampling_params import SamplingParams
 
-BOS, EOS, VOCABULARY = 256, 257, 258
-SPECIAL = {BOS: "<bos>", EOS: "<eos>"}
+VOCABULARY = 1000
 
 
-class FakeTokenizer:
-    """Bytes in, bytes out."""
-
-    vocab_size = VOCABULARY
-    eos_token_ids = frozenset({EOS})
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + list(text.encode())
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL)]
-        return b"".join(self.token_bytes(i) for i in kept).decode(errors="replace")
-
-    def token(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode(errors="replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return SPECIAL[token_id].encode() if token_id in SPECIAL else bytes([token_id])
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """A template that takes user and assistant in turns, as Gemma's does."""
-        turns = []
-        for i, message in enumerate(messages):
-            if message.get("role") != ("user", "assistant")[i % 2]:
-                raise RequestError("the chat template refused the messages: roles must alternate", param="messages")
-            content = message.get("content") or ""
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            for j, part in enumerate(parts):
-                if part.get("type") != "text":
-                    raise RequestError(f"unknown content part type: {part.get('type')!r}", param=f"messages[{i}].content[{j}]")
-            turns.append(f"{message['role']}: {''.join(part['text'] for part in parts)}\n")
-        if not turns:
-            raise RequestError("messages must not be empty", param="messages")
-        if options.get("continue_final_message"):
-            return "".join(turns)[:-1]
-        return "".join(turns) + ("assistant: " if options.get("add_generation_prompt", True) else "")
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model: depends on every token and its position."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCABULARY
 
 
-@dataclass
-class Script:
-    """How to answer a prompt.
-
-    Attributes:
-        answer: the tokens, one per step; bytes of text by default.
-        pause_s: seconds before each token.
-        hold: wait for this event before the first token, as a request in a queue does.
-        fail_after: raise `error` (or end with FinishReason.ERROR, if it is None) after so many tokens.
-        silent_end: end the stream without a finish reason.
-    """
-
-    answer: bytes = b"Hello, world!"
-    pause_s: float = 0.0
-    hold: threading.Event | None = None
-    fail_after: int | None = None
-    error: Exception | None = None
-    silent_end: bool = False
+def expected_output(prompt: Sequence[int], count: int) -> list[int]:
+    """What an engine must produce, by the plainest loop."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
 
 
-@dataclass
-class Record:
-    """One call of `generate`."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    request_id: str
-    priority: int
-    num_tokens: int = 0
-    dropped: bool = False  # left before its end
-
-
-@dataclass
 class FakeEngine:
-    """Implements `ServedEngine`."""
+    """Scheduler + fake runner; `steps` remembers what was scheduled."""
 
-    max_model_len: int = 256
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    scripts: dict[str, Script] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    num_cached: int = 0
-    num_preemptions: int = 0
-    num_steps: int = 0
-    num_waiting: int = 0
-    running: int = 0
-    dead: Exception | None = None
-    closed: bool = False
-    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
-
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        check_token_ids("prompt", list(prompt_token_ids), VOCABULARY)
-        params.check_vocabulary(VOCABULARY, 20)
-        asked = 1 if params.max_tokens is None else params.max_tokens
-        if len(prompt_token_ids) + asked > self.max_model_len:
-            raise ContextLengthError(
-                f"the context length is {self.max_model_len} tokens, got {len(prompt_token_ids)} and {asked}", param="prompt"
-            )
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
-        if self.dead is not None:
-            raise self.dead
-        self.check(prompt_token_ids, params)
-        record = Record(list(prompt_token_ids), params, request_id or "", priority)
-        self.records.append(record)
-        script = self.scripts.get(self.tokenizer.decode(prompt_token_ids), Script())
-        self.running += params.n
-        ended = False
-        try:
-            while script.hold is not None and not script.hold.is_set():
-                await asyncio.sleep(0.005)
-            choices = [_Choice(index, script, record) for index in range(params.n)]
-            while not all(choice.done for choice in choices):
-                await asyncio.sleep(script.pause_s)
-                self.num_steps += 1
-                for choice in [choice for choice in choices if not choice.done]:
-                    yield self._labelled(choice.step(), record)
-                if script.silent_end:
-                    break
-            ended = True
-        finally:
-            self.running -= params.n
-            record.dropped = not ended
-
-    def _labelled(self, output: RequestOutput, record: Record) -> RequestOutput:
-        output.num_prompt_tokens = len(record.prompt_token_ids)
-        output.num_cached_tokens = self.num_cached
-        return output
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError("the server ends requests by leaving their streams")
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(
-            num_running=self.running,
-            num_waiting=self.num_waiting,
-            num_kv_blocks=100,
-            num_free_kv_blocks=100 - self.running,
-            num_preemptions=self.num_preemptions,
-            num_steps=self.num_steps,
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 4,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        enable_prefix_caching: bool = True,
+        hash_function: HashFunction = hash_block,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, hash_function)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class _Choice:
-    """One choice on its way through a script; choices differ in their first letter."""
-
-    def __init__(self, index: int, script: Script, record: Record) -> None:
-        self._index = index
-        self._script = script
-        self._record = record
-        prefix = b"" if index == 0 else str(index).encode()
-        self._tokens = [*prefix, *script.answer, EOS]
-        self._limit = 10**6 if record.params.max_tokens is None else record.params.max_tokens
+        self.block_size = block_size
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.steps: list[list[ScheduledRequest]] = []
+        self.starved: list[Request] = []
         self._count = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.done = False
 
-    def step(self) -> RequestOutput:
-        params = self._record.params
-        output = RequestOutput(request_id=self._record.request_id, index=self._index)
-        if self._count == 0 and params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *map(entry, self._record.prompt_token_ids[1:])]
-        if self._script.fail_after == self._count:
-            if self._script.error is not None:
-                raise self._script.error
-            output.finish_reason, output.error, self.done = FinishReason.ERROR, "logits are not finite", True
-            return output
-        if self._limit > 0:
-            self._append(output, params)
-        if self._count >= self._limit and not self.done:
-            output.finish_reason, self.done = FinishReason.LENGTH, True
-            output.text += self._decoder.decode(b"", final=True)
-        output.num_output_tokens = self._count
-        return output
-
-    def _append(self, output: RequestOutput, params: SamplingParams) -> None:
-        token = self._tokens[self._count]
+    def request(self, prompt: Sequence[int], max_tokens: int = 5, **fields: object) -> Request:
+        """Make and queue a request."""
+        request = Request(
+            request_id="r",
+            number=self._count,
+            prompt_token_ids=list(prompt),
+            params=SamplingParams(),
+            seed=0,
+            max_tokens=max_tokens,
+            **fields,  # type: ignore[arg-type]
+        )
         self._count += 1
-        self._record.num_tokens += 1
-        output.token_ids = [token]
-        output.logprobs = None if params.logprobs is None else [entry(token, params.logprobs)]
-        if token == EOS:
-            output.finish_reason, self.done = FinishReason.STOP, True
-        else:
-            output.text = self._decoder.decode(bytes([token]))
+        self.scheduler.add(request)
+        return request
 
+    def step(self) -> list[ScheduledRequest]:
+        output = self.scheduler.schedule()
+        for request in output.starved:
+            self.starved.append(request)
+            self.scheduler.finish(request)
+        for item in output.scheduled:
+            self._compute(item)
+        self.scheduler.update(output)
+        for item in output.scheduled:
+            if item.samples and not item.request.is_finished:
+                item.request.append(next_token(item.request.token_ids))
+                if len(item.request.output_token_ids) >= item.request.max_tokens:
+                    self.scheduler.finish(item.request)
+        self.steps.append(output.scheduled)
+        self.check()
+        return output.scheduled
 
-def entry(token: int, count: int = 2) -> TokenLogprobs:
-    """A plausible entry: the token is the second best."""
-    top = (((token + 1) % 128, -0.5), (token, -1.5), ((token + 2) % 128, -9999.0))[:count]
-    return TokenLogprobs(token, -1.5, 2, top)
+    def run(self, limit: int = 10_000) -> None:
+        """Step until nothing is left."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                self.pool.check()
+                return
+            self.step()
+        raise AssertionError("the scheduler makes no progress")
+
+    def check(self) -> None:
+        self.pool.check(list(self.scheduler.owned_blocks()))
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            assert request.num_computed_tokens <= request.num_tokens
+            assert len(request.block_table) * self.block_size >= request.num_computed_tokens
+
+    def _compute(self, item: ScheduledRequest) -> None:
+        request = item.request
+        for position in range(item.start):
+            expected = tuple(request.token_ids[: position + 1])
+            assert self.slots[self._slot(request, position)] == expected, "foreign KV read"
+        for position in range(item.start, item.start + item.num_tokens):
+            self.slots[self._slot(request, position)] = tuple(request.token_ids[: position + 1])
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.block_table[position // self.block_size] * self.block_size + position % self.block_size

@@ -73,7 +73,13 @@ def open_tiny(name: str = "llama", vocabulary: int | None = None, **overrides: A
 
 def tiny_llm(model: OpenModel, **options: Any) -> LLM:
     """An engine around it; deterministic unless told otherwise."""
-    settings: dict[str, Any] = {"deterministic": True, "block_size": 4, "num_kv_blocks": 128, "device": "cpu", **options}
+    settings: dict[str, Any] = {
+        "deterministic": True,
+        "block_size": 4,
+        "num_kv_blocks": 128,
+        "device": "cpu",
+        **options,
+    }
     config = EngineConfig(model=model.name, **settings)
     return LLM.from_engine(assemble(config, model, torch.device("cpu")))
 

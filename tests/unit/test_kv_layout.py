@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,9 @@ from triblade.kv.layout import CODEC_PLANES, KVLayout
 SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, codec="bfloat16", model_hash="m")
 
 
-@pytest.mark.parametrize(("codec", "expected"), [("float32", 46_080), ("bfloat16", 23_040), ("float16", 23_040), ("int8", 11_880)])
+@pytest.mark.parametrize(
+    ("codec", "expected"), [("float32", 46_080), ("bfloat16", 23_040), ("float16", 23_040), ("int8", 11_880)]
+)
 def test_bytes_per_token_of_a_known_model(codec: str, expected: int) -> None:
     layout = replace(SMOLLM2, codec=codec)
     assert layout.bytes_per_token == expected
@@ -28,7 +31,7 @@ def test_planes_do_not_overlap_and_stay_inside_the_row(codec: str, heads: int, d
             size = block * plane.items_per_token * plane.spec.item_bytes
             spans.append((plane.offset_bytes, plane.offset_bytes + size))
     spans.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[-1][1] <= layout.row_bytes
     assert layout.row_bytes % 64 == 0
 

@@ -42,7 +42,9 @@ def test_default_is_a_few_full_contexts() -> None:  # H09
     assert default.context_length == 8192
     assert default.num_kv_blocks == 8 * 512
     assert default.kv_bytes == 8 * 8192 * 23_040
-    assert default.total_bytes == default.weight_bytes + default.kv_bytes + default.activation_bytes + default.rope_bytes
+    assert (
+        default.total_bytes == default.weight_bytes + default.kv_bytes + default.activation_bytes + default.rope_bytes
+    )
 
 
 def test_less_memory_gives_fewer_blocks_within_the_share() -> None:

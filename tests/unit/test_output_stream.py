@@ -34,6 +34,11 @@ class Sample:
     backend: Tokenizer
     vocab_size: int
 
+    def id_of(self, token: str) -> int:
+        number = self.backend.token_to_id(token)
+        assert number is not None
+        return number
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -169,7 +174,7 @@ def test_whole_characters_are_shown_at_once() -> None:
 def test_broken_bytes_delay_nothing_behind_them() -> None:
     """A model that only produces broken bytes: each is shown as soon as it cannot be completed."""
     sample = SAMPLES["byte-level"]
-    broken = sample.backend.token_to_id("ÿ")  # byte 0xFF
+    broken = sample.id_of("ÿ")  # byte 0xFF
     texts, _, _ = run(stream_of(sample), [broken] * 2000)
     assert texts == [REPLACEMENT] * 2000 + [""]
 
@@ -177,8 +182,8 @@ def test_broken_bytes_delay_nothing_behind_them() -> None:
 def test_a_byte_token_run_is_exact_however_long() -> None:
     """One invalid byte turns the complete characters before it in the run into U+FFFD too, as the whole decode does."""
     sample = SAMPLES["llama"]
-    emoji = [sample.backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
-    word = sample.backend.token_to_id("▁is")
+    emoji = [sample.id_of(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    word = sample.id_of("▁is")
     for ids in ([*emoji * 300, word], [*emoji * 300, emoji[0], word], [*emoji * 300, emoji[0]]):
         texts, _, _ = run(stream_of(sample, stop=("never",)), ids)
         assert "".join(texts) == sample.decode(ids)
@@ -204,7 +209,7 @@ def test_text_continues_the_prompt(name: str, skip: bool) -> None:
 
 def test_text_behind_a_turn_marker_starts_anew() -> None:
     sample = SAMPLES["llama"]
-    prompt = [*sample.encode("Is it Tokyo?"), sample.backend.token_to_id("</s>")]
+    prompt = [*sample.encode("Is it Tokyo?"), sample.id_of("</s>")]
     for skip in (True, False):
         texts, _, _ = run(stream_of(sample, prompt, skip_special_tokens=skip), sample.encode("No, it is"))
         assert "".join(texts) == "No, it is"

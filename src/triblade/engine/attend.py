@@ -25,7 +25,8 @@ class PagedAttend:
         self._backend = backend
         windows = {layer.window for layer in config.layers}
         self._masks: list[dict[int | None, AttentionMask]] = [
-            {window: window_mask(group.positions, group.num_keys, window) for window in windows} for group in batch.groups
+            {window: window_mask(group.positions, group.num_keys, window) for window in windows}
+            for group in batch.groups
         ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,7 +41,5 @@ class PagedAttend:
         keys, values = (x[:, : group.num_keys] for x in self._cache.read(layer, group.block_table))  # [S, L, G, D]
         grouped = q.view(*group.positions.shape, *q.shape[1:])  # [S, Q, H, D]
         mask = masks[config.layers[layer].window]
-        out = self._backend.attention(
-            grouped, keys, values, mask, config.attention_scale, config.attention_softcap
-        )
+        out = self._backend.attention(grouped, keys, values, mask, config.attention_scale, config.attention_softcap)
         return out.reshape(q.shape)

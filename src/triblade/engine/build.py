@@ -47,7 +47,9 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     plan = plan_for(config, model, layout, device)
     log.info("%s", plan.describe())
     if plan.context_length < (config.max_model_len or model.config.context_length):
-        log.warning("context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length)
+        log.warning(
+            "context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length
+        )
     backend, reason = select_backend(
         config.attention_backend,
         deterministic=config.deterministic,
@@ -67,7 +69,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     )
     return Engine(
         model,
-        ModelRunner(decoder, cache, Sampler(model.tokenizer.vocab_size)),
+        ModelRunner(decoder, cache, Sampler(model.vocab_size)),
         scheduler,
         context_length=plan.context_length,
         max_logprobs=config.max_logprobs,

@@ -33,7 +33,12 @@ class EngineClient(Protocol):
     """Generate text for requests; every implementation gives the same answers."""
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of all `params.n` choices until each has a finish reason.
 

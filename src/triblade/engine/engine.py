@@ -85,35 +85,28 @@ class Engine:
             ContextLengthError: prompt and `max_tokens` exceed the context length or the whole KV cache.
         """
         prompt = list(prompt_token_ids)
-        if not prompt:
-            raise RequestError("the prompt is empty", hint="send at least one token", param="prompt")
-        check_token_ids("prompt", prompt, self.tokenizer.vocab_size)
-        params.check_vocabulary(self.tokenizer.vocab_size, self.max_logprobs)
+        self._check(prompt, params)
         max_tokens = self._max_tokens(len(prompt), params)
         ends = frozenset() if params.ignore_eos else self.model.eos_token_ids
-        shared = {
-            "params": params,
-            "max_tokens": max_tokens,
-            "priority": priority,
-            "stop_token_ids": ends | set(params.stop_token_ids),
-            "bad_words_ids": self._bad_words(params),
-            "arrival_s": time.monotonic(),
-        }
+        bad_words = self._bad_words(params)
+        now = time.monotonic()
         requests: list[Request] = []
-        for index in range(params.n):
-            number = next(self._numbers)
-            seed = child_seed(self._seed, number) if params.seed is None else child_seed(params.seed, index)
-            requests.append(
-                Request(
-                    request_id=request_id or f"request-{number}",
-                    number=number,
-                    index=index,
-                    prompt_token_ids=prompt,
-                    seed=seed,
-                    leader=requests[0] if requests else None,
-                    **shared,
-                )
+        for index, number in zip(range(params.n), self._numbers, strict=False):
+            request = Request(
+                request_id=request_id or f"request-{number}",
+                number=number,
+                index=index,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=child_seed(self._seed, number) if params.seed is None else child_seed(params.seed, index),
+                max_tokens=max_tokens,
+                stop_token_ids=ends | set(params.stop_token_ids),
+                bad_words_ids=bad_words,
+                priority=priority,
+                leader=requests[0] if requests else None,
+                arrival_s=now,
             )
+            requests.append(request)
         return requests
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -158,7 +151,7 @@ class Engine:
 
     def check_idle(self) -> None:
         """Assert that nothing leaked once no request is left."""
-        assert not self._streams and not self._prompt_logprobs, "an ended request left state behind"
+        assert not (self._streams or self._prompt_logprobs), "an ended request left state behind"
         self.pool.check()
 
     def _update(self, scheduled: SchedulerOutput, results: list[StepResult]) -> list[tuple[Request, RequestOutput]]:
@@ -253,6 +246,13 @@ class Engine:
             if request.index == 0:
                 self._counters["cached"] += request.num_cached_tokens
         self._counters["computed"] += max(0, min(start + num_tokens, request.num_prompt_tokens) - start)
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse an empty prompt and whatever lies outside the vocabulary."""
+        if not prompt:
+            raise RequestError("the prompt is empty", hint="send at least one token", param="prompt")
+        check_token_ids("prompt", prompt, self.model.vocab_size)
+        params.check_vocabulary(self.model.vocab_size, self.max_logprobs)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Output tokens a request may have."""

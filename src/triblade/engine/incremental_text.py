@@ -87,7 +87,7 @@ class ByteLevelText:
         return self._utf8.decode(b"", final=True)
 
     def _bytes(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id) or ""
         try:
             return bytes(self._alphabet[character] for character in token)
         except KeyError:  # an added token outside the alphabet stands for itself

@@ -1,6 +1,7 @@
-"""What an engine gives back: one `RequestOutput` per choice and step, with the text, ids and log-probabilities that are new.
+"""What an engine gives back: one `RequestOutput` per choice and step, with its new text, ids and log-probabilities.
 
-Joined in order, the deltas of a choice are the whole answer: text, token ids and logprobs always agree. Knows no tensor.
+Joined in order, the deltas of a choice are the whole answer: text, token ids and logprobs always agree. Knows no
+tensor.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ModelRunner:
         if not chosen:
             return
         last_rows = [batch.first_rows[i] + batch.items[i].num_tokens - 1 for i in chosen]
-        logits = self.decoder.logits(hidden[last_rows])  # [R, V]
+        logits = self.decoder.logits(hidden[last_rows])[:, : self.sampler.vocab_size]  # [R, V]
         finite = finite_rows(logits)
         for i, is_finite in zip(chosen, finite, strict=True):
             results[i].is_finite = is_finite

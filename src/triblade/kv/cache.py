@@ -61,4 +61,4 @@ class KVCache:
         typed = self.pool.view(getattr(torch, plane.spec.dtype))  # [num_blocks, row items]
         start = plane.offset_bytes // plane.spec.item_bytes
         items = self.layout.block_size * plane.items_per_token
-        return typed[:, start : start + items].unflatten(1, (self.layout.block_size, plane.items_per_token))
+        return typed[:, start : start + items].view(self.num_blocks, self.layout.block_size, plane.items_per_token)

@@ -101,7 +101,7 @@ class ChatTemplate:
         try:
             return self._template.render({"tools": None, "documents": None, **variables, "messages": messages})
         except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refused the messages: {error.message}", param="messages") from error
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template can raise anything: it is a program
             text = f"the chat template failed: {type(error).__name__}: {error}"
             raise RequestError(text, param="messages") from error

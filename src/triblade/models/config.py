@@ -105,7 +105,9 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Parameters of the matrices and norms; the tied head counts once."""
         attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + (4 if self.post_norms else 2) * self.hidden_size
+        layer = (
+            attention + 3 * self.hidden_size * self.intermediate_size + (4 if self.post_norms else 2) * self.hidden_size
+        )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -177,11 +179,21 @@ def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: 
         raise UnsupportedError(f"unknown rope type: {name!r}", hint=f"known: {', '.join(_ROPE_KINDS)}")
     kind = _ROPE_KINDS[name]
     stated = int(hf["max_position_embeddings"])
-    original = int(parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or stated)
+    original = int(
+        parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or stated
+    )
     partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     optional = {
         key: float(parameters[key])
-        for key in ("attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        for key in (
+            "attention_factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        )
         if parameters.get(key) is not None
     }
     return RopeConfig(
@@ -225,7 +237,9 @@ def windowed(local: Sequence[bool], window: int | None) -> tuple[LayerConfig, ..
 def _check(config: ModelConfig) -> None:
     """Refuse shapes that cannot be a decoder, naming the numbers."""
     if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(f"{config.num_heads} query heads are not divisible by {config.num_kv_heads} key-value heads")
+        raise CheckpointError(
+            f"{config.num_heads} query heads are not divisible by {config.num_kv_heads} key-value heads"
+        )
     sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers, config.head_dim)
     if min(*sizes, config.context_length) < 1:
         raise CheckpointError(f"a size in config.json is below 1: {config}")

@@ -78,7 +78,9 @@ class Decoder:
         """[R, C] -> [R, V] float32."""
         return self.backend.logits(hidden, self.weights.head, self.config.logits_softcap)
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
         config, ops = self.config, self.backend
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv)
         heads = qkv.view(x.shape[0], -1, config.head_dim)  # [T, H + 2 G, D]
@@ -88,7 +90,11 @@ class Decoder:
         q, k = ops.rope(qk, *rope).split((config.num_heads, config.num_kv_heads), 1)
         attended = attend(index, q, k, v).reshape(x.shape[0], -1)  # [T, H * D]
         out = ops.linear(attended, layer.output)
-        return out if layer.attention_post_norm is None else ops.rms_norm(out, layer.attention_post_norm, config.rms_norm_eps)
+        return (
+            out
+            if layer.attention_post_norm is None
+            else ops.rms_norm(out, layer.attention_post_norm, config.rms_norm_eps)
+        )
 
     def _norm_heads(self, qk: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over each head, with one weight for query heads and one for key heads: weight [H + G, D]."""
@@ -114,7 +120,9 @@ class DenseAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = self._config
         mask = self._masks[config.layers[layer].window]
-        return self._backend.attention(q[None], k[None], v[None], mask, config.attention_scale, config.attention_softcap)[0]
+        return self._backend.attention(
+            q[None], k[None], v[None], mask, config.attention_scale, config.attention_softcap
+        )[0]
 
 
 def window_mask(positions: Tensor, keys: int, window: int | None) -> AttentionMask:

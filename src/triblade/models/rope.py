@@ -45,7 +45,8 @@ def _plain(rope: RopeConfig, theta: float) -> Tensor:
 def _ntk_theta(rope: RopeConfig, length: int) -> float:
     """Base stretched so that `length` positions span the trained angles (NTK-aware, dynamic form)."""
     ratio = max(length, rope.original_context) / rope.original_context
-    return rope.theta * (rope.factor * ratio - (rope.factor - 1)) ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    stretch: float = (rope.factor * ratio - (rope.factor - 1)) ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return rope.theta * stretch
 
 
 def _yarn(rope: RopeConfig) -> tuple[Tensor, float]:

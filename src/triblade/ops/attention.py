@@ -1,4 +1,4 @@
-"""Attention over gathered keys and values: `eager` spells the formula out, `sdpa` calls torch's fused kernel, `tiled` is bit-stable.
+"""Attention over gathered keys and values: `eager` spells the formula out, `sdpa` is torch's fused kernel, `tiled` is bit-stable.
 
 All three compute softmax(scale * q k^T, capped and masked) v with grouped heads. Knows no cache and no batch.
 """
@@ -18,7 +18,9 @@ from triblade.ops.backend import AttentionMask
 AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, float | None], Tensor]
 
 
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None
+) -> Tensor:
     """The formula in float32, materialising all scores; the twin of every other attention."""
     s, queries, heads, d = q.shape
     groups = k.shape[2]
@@ -56,7 +58,9 @@ QUERY_TILE = 16
 KEY_TILE = 128
 
 
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
+def tiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None
+) -> Tensor:
     """Online softmax over fixed tiles: a query's bits depend on its own keys only, not on chunk, batch or padding.
 
     Every matrix product has the shape [H/G * QUERY_TILE, D] x [D, KEY_TILE] whatever the request, so each row is computed by

@@ -31,7 +31,9 @@ class Linear:
 class AttentionMask:
     """Who sees whom, for S sequences with Q queries each over L keys."""
 
-    allowed: Tensor | None  # [S, Q, L] bool; None: every query sees all keys up to its own, and L - Q keys precede the first
+    allowed: (
+        Tensor | None
+    )  # [S, Q, L] bool; None: every query sees all keys up to its own, and L - Q keys precede the first
 
     def explicit(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """The mask spelled out, [S or 1, Q, L] bool."""
@@ -61,7 +63,9 @@ class Backend(Protocol):
         """Rotate the first 2 * R of the D dimensions of x [T, N, D] by cos, sin [T, R]; dimension i pairs with i + R."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None
+    ) -> Tensor:
         """Softmax attention with grouped heads: q [S, Q, H, D], k and v [S, L, G, D] -> [S, Q, H, D]."""
         ...
 

@@ -39,7 +39,9 @@ class ReferenceBackend(Backend):
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
         return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), -1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None
+    ) -> Tensor:
         return self._attention(q, k, v, mask, scale, softcap)
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:

@@ -31,8 +31,12 @@ def select_device(name: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, s
     except (AssertionError, RuntimeError) as error:
         if name == "auto":
             return torch.device("cpu"), "no CUDA device"
-        raise UnsupportedError(f"no CUDA device: {error}", hint="use --device cpu, or install a CUDA build of torch") from error
-    return torch.device("cuda", torch.cuda.current_device()), "asked for" if name == "cuda" else "a CUDA device is there"
+        raise UnsupportedError(
+            f"no CUDA device: {error}", hint="use --device cpu, or install a CUDA build of torch"
+        ) from error
+    return torch.device(
+        "cuda", torch.cuda.current_device()
+    ), "asked for" if name == "cuda" else "a CUDA device is there"
 
 
 def select_backend(
@@ -47,5 +51,7 @@ def select_backend(
         )
     name, reason = attention, "asked for"
     if attention == "auto":
-        name, reason = ("eager", "the model caps attention scores") if softcap else ("sdpa", "fastest that fits the model")
+        name, reason = (
+            ("eager", "the model caps attention scores") if softcap else ("sdpa", "fastest that fits the model")
+        )
     return BACKENDS["reference"](_ATTENTION[name]), f"attention {name}: {reason}"

@@ -46,6 +46,8 @@ STREAM_HEADERS = [
 class GenerationResponse(Response):
     """Generates while it answers."""
 
+    _recorder: RequestRecorder
+
     def __init__(self, job: Job, state: ServerState, metrics: ServerMetrics, make_renderer: MakeRenderer) -> None:
         super().__init__()
         self._job = job
@@ -53,7 +55,7 @@ class GenerationResponse(Response):
         self._label = f"{job.id_prefix}-{uuid.uuid4().hex}"
         self._engine = state.require_ready()
         self._renderer = make_renderer(job, Envelope(self._label, int(time.time()), job.model), self._engine.tokenizer)
-        self._recorder = RequestRecorder(metrics, len(job.prompts), job.n)
+        self._metrics = metrics
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +64,14 @@ class GenerationResponse(Response):
         Raises:
             TribladeError: before the first byte; the application turns it into a status.
         """
+        arrival_s = scope.get("state", {}).get("arrival_s", time.perf_counter())
+        self._recorder = RequestRecorder(self._metrics, len(self._job.prompts), self._job.n, arrival_s)
         work = Stoppable()
         with self._state.admit(work, self._job.num_sequences):
             leftover = FinishReason.ABORT
             try:
                 await self._watched(work, receive, send)
+                self._recorder.complete()
             except ClientGoneError:
                 logger.debug("%s: the client left", self._label)
             except Exception as error:
@@ -75,7 +80,7 @@ class GenerationResponse(Response):
                     raise
                 await self._last_words(error, send)
             finally:
-                self._recorder.end(leftover)
+                self._recorder.close(leftover)
 
     async def _watched(self, work: Stoppable, receive: Receive, send: Send) -> None:
         """Generate, until done, gone or late."""

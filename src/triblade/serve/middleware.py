@@ -46,9 +46,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        arrival_s = time.perf_counter()
         request_id = clean_request_id(Headers(scope=scope).get("x-request-id", ""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=arrival_s)
         status = CLIENT_CLOSED
 
         async def send_labelled(message: Message) -> None:
@@ -66,7 +66,7 @@ class RequestLog:
                 await problem(error).response()(scope, receive, send_labelled)
         finally:
             self._metrics.answered(scope["method"], _route(scope), status)
-            _log(scope, request_id, status, time.perf_counter() - began)
+            _log(scope, request_id, status, time.perf_counter() - arrival_s)
 
 
 class Authentication:

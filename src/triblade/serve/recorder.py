@@ -15,16 +15,19 @@ Choice = tuple[int, int]  # (number of the prompt, number of the choice)
 
 
 class RequestRecorder:
-    """Made when a request arrives.
+    """Records one request.
+
+    Args:
+        arrival_s: when it arrived, by `time.perf_counter`.
 
     Attributes:
         usage: what the answer reports.
     """
 
-    def __init__(self, metrics: ServerMetrics, num_prompts: int, n: int) -> None:
+    def __init__(self, metrics: ServerMetrics, num_prompts: int, n: int, arrival_s: float) -> None:
         self.usage = Usage()
         self._metrics = metrics
-        self._arrival = time.perf_counter()
+        self._arrival_s = arrival_s
         self._open = {(prompt, child): 0 for prompt in range(num_prompts) for child in range(n)}  # -> tokens so far
         self._begun: set[int] = set()  # prompts whose first choice gave something
         self._timed: set[int] = set()  # prompts whose first token is out
@@ -46,12 +49,14 @@ class RequestRecorder:
         if output.finish_reason is not None:
             self._metrics.ended(output.finish_reason, self._open.pop(choice, 0))
 
-    def end(self, leftover: FinishReason) -> None:
-        """The request is over; choices that are still open ended for `leftover`."""
-        if not self._open:
-            self._metrics.observe("e2e_request_latency_seconds", time.perf_counter() - self._arrival)
+    def complete(self) -> None:
+        """The whole answer is sent."""
+        self._metrics.observe("e2e_request_latency_seconds", time.perf_counter() - self._arrival_s)
+
+    def close(self, reason: FinishReason) -> None:
+        """The request is over; choices that are still open ended for this reason."""
         for count in self._open.values():
-            self._metrics.ended(leftover, count)
+            self._metrics.ended(reason, count)
         self._open.clear()
 
     def _begin(self, output: RequestOutput) -> None:
@@ -71,7 +76,7 @@ class RequestRecorder:
         self._metrics.count("generation_tokens", count)
         if choice[0] not in self._timed:
             self._timed.add(choice[0])
-            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+            self._metrics.observe("time_to_first_token_seconds", now - self._arrival_s)
         if choice in self._last:
             gap = (now - self._last[choice]) / count
             for _ in range(count):

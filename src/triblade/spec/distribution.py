@@ -69,7 +69,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     # Find the block first, then the token inside: sums of blocks are much cheaper than a running sum over everything.
     padded = F.pad(weights, (0, -weights.shape[-1] % BLOCK))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).long()  # [R, N, BLOCK]
+    blocks = padded.view(len(weights), padded.shape[-1] // BLOCK, BLOCK).long()  # [R, N, BLOCK]
     ends = blocks.sum(-1).cumsum(-1)  # [R, N]
     total = ends[:, -1:]
     target = (uniforms.unsqueeze(-1) * total).long().minimum(total - 1)
@@ -114,7 +114,7 @@ def _keep_top(weights: Tensor, top_k: Tensor, top_p: Tensor | None) -> None:
 
 
 def _rank_threshold(best: Tensor, top_k: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The top_k-th weight [R, 1], zero where nothing is to be dropped or `best` [R, N] ends before; whether it is final."""
+    """The top_k-th weight [R, 1], or zero where none is dropped or `best` [R, N] ends before; whether it is final."""
     size = best.shape[-1]
     is_among = (top_k > 0) & (top_k <= size)
     ranked = best.gather(-1, (top_k - 1).clamp(0, size - 1))

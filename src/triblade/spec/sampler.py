@@ -107,8 +107,8 @@ class Sampler:
 
 def finite_rows(logits: Tensor) -> list[bool]:
     """Which rows of raw logits [R, V] hold neither NaN nor an infinity; the others are a fault of the model."""
-    low, high = logits.aminmax(dim=-1)
-    finite: list[bool] = (low.isfinite() & high.isfinite()).tolist()
+    # Both carry a NaN on; two such passes are much cheaper than `isfinite` over everything.
+    finite: list[bool] = (logits.amin(-1).isfinite() & logits.amax(-1).isfinite()).tolist()
     return finite
 
 
