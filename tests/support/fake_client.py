@@ -50,11 +50,11 @@ class FakeTokenizer:
             content = message.get("content") or ""
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             for j, part in enumerate(parts):
-                if part.get("type") != "text":
-                    raise RequestError(
-                        f"unknown content part type: {part.get('type')!r}", param=f"messages[{i}].content[{j}]"
-                    )
-            turns.append(f"{message['role']}: {''.join(part['text'] for part in parts)}\n")
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind != "text":
+                    where = f"messages[{i}].content[{j}]"
+                    raise RequestError(f"unknown content part type: {kind!r}", param=where)
+            turns.append(f"{message['role']}: {''.join(str(part.get('text')) for part in parts)}\n")
         if not turns:
             raise RequestError("messages must not be empty", param="messages")
         if options.get("continue_final_message"):

@@ -26,7 +26,7 @@ def main() -> int:
 
     class Engine(FakeClient):
         def close(self) -> None:
-            print("engine closed", file=sys.stderr)
+            sys.stderr.write("engine closed\n")
 
     def start(config: EngineConfig) -> FakeClient:
         time.sleep(options.load_s)
@@ -39,7 +39,7 @@ def main() -> int:
     try:
         return serve(EngineConfig(model="fake"), config, start=start)
     except TribladeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
 
 

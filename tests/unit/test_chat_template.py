@@ -78,7 +78,8 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
 
 GEMMA_RULES = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System message must be first') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}{{ m.content }}{% endfor %}"
 )
 
@@ -88,7 +89,7 @@ GEMMA_RULES = (
     [
         (["system", "user"], "System role not supported"),
         (["user", "user"], "Conversation roles must alternate user/assistant/..."),
-        (["user", "system", "user"], "Conversation roles must alternate user/assistant/..."),
+        (["user", "system", "user"], "System message must be first"),
     ],
 )
 def test_a_templates_refusal_reaches_the_client_in_its_words(roles: list[str], words: str) -> None:  # D16

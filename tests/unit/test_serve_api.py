@@ -40,7 +40,7 @@ def events(live: Live, path: str, body: dict[str, Any]) -> list[Any]:
     blocks = response.text.split("\n\n")
     assert blocks.pop() == ""
     payloads = [block.removeprefix("data: ") for block in blocks]
-    return [p if p == "[DONE]" else json.loads(p, parse_constant=lambda name: pytest.fail(name)) for p in payloads]
+    return [p if p == "[DONE]" else json.loads(p, parse_constant=pytest.fail) for p in payloads]
 
 
 def test_a_completion(client: OpenAI) -> None:

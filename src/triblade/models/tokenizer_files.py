@@ -7,7 +7,7 @@ opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,21 @@ def read_tokenizer_folder(folder: Path) -> TokenizerParts:
     """
     settings = read_json_object_if_present(folder / "special_tokens_map.json")
     settings |= read_json_object_if_present(folder / "tokenizer_config.json")
-    special = {name: text for name in _SPECIAL_NAMES if (text := _text(settings.get(name))) is not None}
     backend = _backend(folder, settings)
-    _add_missing_tokens(backend, settings, special)
+    try:
+        return _parts(folder, backend, settings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the configuration of the tokenizer in {folder} makes no sense: {said}") from error
+
+
+def _parts(folder: Path, backend: Tokenizer, settings: Mapping[str, Any]) -> TokenizerParts:
+    special = {name: text for name in _SPECIAL_NAMES if (text := _text(settings.get(name))) is not None}
+    _add_missing_tokens(backend, _listed_tokens(folder, settings, special), settings, special)
     bos, eos = special.get("bos_token"), special.get("eos_token")
-    if backend.post_processor is None or "add_bos_token" in settings or "add_eos_token" in settings:
-        wants_bos, wants_eos = settings.get("add_bos_token", False), settings.get("add_eos_token", False)
-        set_special_rule(backend, bos=bos if wants_bos else None, eos=eos if wants_eos else None)
+    if not (folder / "tokenizer.json").is_file():  # which has a rule of its own
+        adds_bos, adds_eos = settings.get("add_bos_token", False), settings.get("add_eos_token", False)
+        set_special_rule(backend, bos=bos if adds_bos else None, eos=eos if adds_eos else None)
     return TokenizerParts(
         backend=backend,
         special_tokens=special,
@@ -92,11 +100,20 @@ def _slow(folder: Path, found: str) -> UnsupportedError:
     )
 
 
-def _add_missing_tokens(backend: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json names, in the order of their ids, then the special ones."""
+def _listed_tokens(folder: Path, settings: Mapping[str, Any], special: Mapping[str, str]) -> list[AddedToken]:
+    """The added tokens of tokenizer_config.json, or of the older added_tokens.json, in the order of their ids."""
+    entries = settings.get("added_tokens_decoder")
+    if entries is None:
+        older = read_json_object_if_present(folder / "added_tokens.json")
+        entries = {i: {"content": token, "special": token in special.values()} for token, i in older.items()}
+    return [_added_token(entry) for _, entry in sorted(entries.items(), key=lambda item: int(item[0]))]
+
+
+def _add_missing_tokens(
+    backend: Tokenizer, listed: Sequence[AddedToken], settings: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Add the listed tokens that the tokenizer does not have yet, then the special ones."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    entries = settings.get("added_tokens_decoder") or {}
-    listed = [_added_token(entry) for _, entry in sorted(entries.items(), key=lambda item: int(item[0]))]
     backend.add_tokens([token for token in listed if token.content not in known])
     known.update(token.content for token in listed)
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []

@@ -44,7 +44,7 @@ def byte_alphabet() -> dict[str, int]:
 
 def spelling(backend: Tokenizer) -> Callable[[str], bytes] | None:
     """How vocabulary entries spell bytes, read off the tokenizer's decoder; None for a decoder of another kind."""
-    steps = list(_decoder_steps(json.loads(backend.to_str())["decoder"])) if backend.decoder else []
+    steps = list(_decoder_steps(json.loads(backend.decoder.__getstate__()))) if backend.decoder else []
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         alphabet = byte_alphabet()

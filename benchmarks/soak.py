@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Many requests at once against a real server, some of whose clients go away: nothing may be lost, nothing may leak.
+
+    python benchmarks/soak.py [--model smollm2-135m] [--requests 1000] [--concurrency 64] [--disconnect 0.1] [--output FILE.json]
+
+Requests are chats and completions, streamed or not, greedy or sampled, with prompts of 5 to 200 words. A share of the clients
+closes its connection at a random moment. At the end every other answer must be complete, the block pool and the memory back at
+their level after warming up, and the server's counters equal to what the clients counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+WORDS = "the sea is green and full of small ships that carry bread tea and letters home before winter comes 42 ünö 世界".split()
+WARM_UP = 64
+READY_S = 180
+
+
+@dataclass
+class Tally:
+    """What the clients saw."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    """Start the server, run the load, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--disconnect", type=float, default=0.1)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "triblade", "serve", args.model, "--port", str(port), "--served-model-name", "soak"]
+    server = subprocess.Popen([*command, "--max-model-len", "2048", "--log-level", "warning"])
+    try:
+        figures = asyncio.run(soak(f"http://127.0.0.1:{port}", psutil.Process(server.pid), args))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        exit_code = server.wait(60)
+    figures["server_exit_code"] = exit_code
+    text = json.dumps(figures, indent=1)
+    if args.output:
+        args.output.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+    if not all(figures["checks"].values()) or exit_code:
+        raise SystemExit("the soak found a difference")
+
+
+async def soak(url: str, server: psutil.Process, args: argparse.Namespace) -> dict[str, Any]:
+    """Warm up, run, wait until idle, compare."""
+    limits = httpx.Limits(max_connections=args.concurrency, max_keepalive_connections=args.concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        await ready(client)
+        await load(client, range(-WARM_UP, 0), args.concurrency, 0.0, Tally())
+        before, memory_before = await idle_metrics(client), server.memory_info().rss
+        tally, start = Tally(), time.monotonic()
+        await load(client, range(args.requests), args.concurrency, args.disconnect, tally)
+        seconds = time.monotonic() - start
+        after, memory_after = await idle_metrics(client), server.memory_info().rss
+    delta = {name: after[name] - before.get(name, 0) for name in after}
+    aborted = delta["request_success_total/abort"]
+    served = sum(delta[f"request_success_total/{reason}"] for reason in ("stop", "length"))
+    checks = {
+        "no fault": not tally.faults,
+        "every other answer complete": sum(tally.finished.values()) + tally.left == args.requests,
+        "finished as the server counts": served >= sum(tally.finished.values()),
+        "ended once each": served + aborted <= args.requests and served + aborted >= sum(tally.finished.values()),
+        "no error": delta["request_success_total/error"] == 0,
+        "tokens as the server counts": delta["generation_tokens_total"] >= tally.output_tokens,
+        "pool at baseline": after["kv_cache_usage_perc"] == before["kv_cache_usage_perc"] == 0,
+        "nothing running": after["num_requests_running"] == after["num_requests_waiting"] == 0,
+        "memory at baseline": memory_after < memory_before * 1.05 + 32 * 2**20,
+    }
+    return {
+        "requests": args.requests,
+        "concurrency": args.concurrency,
+        "clients": {**vars(tally), "finished": dict(tally.finished)},
+        "server": {name: value for name, value in delta.items() if "bucket" not in name},
+        "memory_mb": {"after warm-up": memory_before / 1e6, "after the run": memory_after / 1e6},
+        "seconds": seconds,
+        "output_tokens_per_s": tally.output_tokens / seconds,
+        "checks": checks,
+    }
+
+
+async def load(client: httpx.AsyncClient, numbers: range, concurrency: int, disconnect: float, tally: Tally) -> None:
+    """Send all requests, `concurrency` at a time."""
+    seats = asyncio.Semaphore(concurrency)
+
+    async def one(number: int) -> None:
+        async with seats:
+            rng = random.Random(number)
+            leaves = rng.random() < disconnect
+            try:
+                await asyncio.wait_for(ask(client, rng, tally), rng.uniform(0.02, 3) if leaves else 600)
+            except TimeoutError:
+                if leaves:
+                    tally.left += 1
+                else:
+                    tally.faults.append(f"request {number} hung")
+            except Exception as error:
+                tally.faults.append(f"request {number}: {error!r}")
+
+    await asyncio.gather(*(one(number) for number in numbers))
+
+
+async def ask(client: httpx.AsyncClient, rng: random.Random, tally: Tally) -> None:
+    """One request; counts only a complete answer."""
+    text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 200)))
+    stream, chat = rng.random() < 0.5, rng.random() < 0.5
+    body: dict[str, Any] = {"model": "soak", "max_tokens": rng.randint(1, 48), "temperature": rng.choice([0, 0.8, 1.2])}
+    body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        events = await read_stream(client, path, body)
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+        usage = events[-1]["usage"]
+    else:
+        response = await client.post(path, json=body)
+        response.raise_for_status()
+        answer = response.json()
+        reasons, usage = [choice["finish_reason"] for choice in answer["choices"]], answer["usage"]
+    if len(reasons) != 1 or not 0 < usage["completion_tokens"] <= body["max_tokens"]:
+        raise ValueError(f"incomplete answer: {reasons}, {usage}")
+    tally.finished[reasons[0]] += 1
+    tally.prompt_tokens += usage["prompt_tokens"]
+    tally.output_tokens += usage["completion_tokens"]
+    tally.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """All events of a stream that ends as it should."""
+    async with client.stream("POST", path, json=body) as response:
+        response.raise_for_status()
+        data = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
+    if data[-1] != "[DONE]":
+        raise ValueError(f"the stream ended without [DONE]: {data[-1][:200]}")
+    return [json.loads(event) for event in data[:-1]]
+
+
+async def ready(client: httpx.AsyncClient) -> None:
+    """Wait for the model."""
+    for _ in range(READY_S * 5):
+        try:
+            if (await client.get("/health")).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.2)
+    raise SystemExit("the server did not become ready")
+
+
+async def idle_metrics(client: httpx.AsyncClient) -> dict[str, float]:
+    """The server's figures once nothing runs any more, by name (and reason)."""
+    for _ in range(100):
+        text = (await client.get("/metrics")).text
+        figures = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith("triblade:"):
+                    reason = sample.labels.get("finished_reason") or sample.labels.get("le") or sample.labels.get("route")
+                    name = sample.name.removeprefix("triblade:") + (f"/{reason}" if reason else "")
+                    figures[name] = figures.get(name, 0) + sample.value
+        if figures["num_requests_running"] == figures["num_requests_waiting"] == 0:
+            return figures
+        await asyncio.sleep(0.1)
+    raise SystemExit("requests are still running 10 s after the last client left")
+
+
+if __name__ == "__main__":
+    main()
