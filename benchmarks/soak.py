@@ -182,7 +182,7 @@ async def idle_metrics(client: httpx.AsyncClient) -> dict[str, float]:
     """The server's figures once nothing runs any more, by name (and reason)."""
     for _ in range(100):
         text = (await client.get("/metrics")).text
-        figures = {}
+        figures: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name.startswith("triblade:"):

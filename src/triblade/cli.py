@@ -151,12 +151,12 @@ def serve(
     engine: EngineFlags,
     *,
     server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
-) -> None:
+) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
     from triblade.serve.run import serve as run_server
 
     console.setup_logging(server.log_level)
-    sys.exit(run_server(engine, with_environment(server)))
+    return run_server(engine, with_environment(server))
 
 
 @app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")
@@ -199,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(_name_the_model(arguments), exit_on_error=False, print_error=False, result_action="return_value")
+        flags = _name_the_model(arguments)
+        exit_code: int | None = app(flags, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except TribladeError as error:
         return _fail(error.message, error.hint, error.exit_code)
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _reader_left()
     except OSError as error:
         return _fail(str(error), None, 1)
-    return 0
+    return exit_code or 0
 
 
 def _name_the_model(arguments: Sequence[str]) -> list[str]:

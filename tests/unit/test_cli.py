@@ -75,9 +75,9 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[StandInLLM]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig]]:
     """Replace the server; the list holds the configurations it was run with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
-    module = types.ModuleType("triblade.serve.app")
-    module.run = lambda engine, server: calls.append((engine, server))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triblade.serve.app", module)
+    module = types.ModuleType("triblade.serve.run")
+    module.serve = lambda engine, server: calls.append((engine, server))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triblade.serve.run", module)
     return calls
 
 
