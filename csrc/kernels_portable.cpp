@@ -1,0 +1,5 @@
+#include "simd/portable.h"
+
+#define KERNELS kPortable
+#define KERNELS_NAME "portable"
+#include "kernels.inl"

@@ -1,0 +1,107 @@
+// The Python module triblade._native: addresses in, nothing owned but the program's own buffers, the GIL released while it runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace triblade;
+
+namespace {
+
+template <class T> const T* address(uintptr_t value) { return reinterpret_cast<const T*>(value); }
+
+const Kernels& kernels_or_throw(const std::string& isa) {
+  const Kernels* kernels = kernels_for(isa.c_str());
+  if (!kernels) throw std::invalid_argument("this processor does not run the instruction set: " + isa);
+  return *kernels;
+}
+
+Matrix make_matrix(int format, int rows, int inputs, int group, uintptr_t weights, uintptr_t scales, uintptr_t offsets, uintptr_t bias) {
+  Matrix matrix;
+  matrix.format = static_cast<Format>(format);
+  matrix.rows = rows, matrix.inputs = inputs, matrix.group = group;
+  matrix.weights = address<uint8_t>(weights);
+  matrix.scales = address<uint16_t>(scales);
+  matrix.offsets = address<uint16_t>(offsets);
+  matrix.bias = address<float>(bias);
+  return matrix;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "CPU kernels and the step program; see triblade.ops.native.";
+
+  m.def("isa", [](const std::string& wanted) { return std::string(kernels_or_throw(wanted).name); }, "wanted"_a = "",
+        "The name of the best instruction set here, or `wanted` if this processor runs it.");
+
+  nb::class_<Matrix>(m, "Matrix").def_ro("rows", &Matrix::rows).def_ro("inputs", &Matrix::inputs);
+  m.def("matrix", make_matrix, "format"_a, "rows"_a, "inputs"_a, "group"_a, "weights"_a, "scales"_a, "offsets"_a, "bias"_a);
+
+  nb::class_<LayerCache>(m, "LayerCache")
+      .def("__init__",
+           [](LayerCache* self, uintptr_t pool, int64_t row_bytes, std::vector<int64_t> planes, int cache, int block_size, int kv_heads,
+              int head_dim) {
+             new (self) LayerCache();
+             self->pool = reinterpret_cast<uint8_t*>(pool);
+             self->row_bytes = row_bytes;
+             self->keys = planes.at(0), self->values = planes.at(1);
+             self->key_scales = planes.at(2), self->value_scales = planes.at(3);
+             self->cache = static_cast<Cache>(cache);
+             self->block_size = block_size, self->kv_heads = kv_heads, self->head_dim = head_dim;
+           },
+           "pool"_a, "row_bytes"_a, "planes"_a, "cache"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a);
+
+  nb::class_<RopeTable>(m, "RopeTable").def("__init__", [](RopeTable* self, uintptr_t cos, uintptr_t sin, int pairs) {
+    new (self) RopeTable{address<float>(cos), address<float>(sin), pairs};
+  });
+
+  nb::class_<Program>(m, "Program")
+      .def("__init__",
+           [](Program* self, const std::string& isa, int threads, int spin_us, std::vector<int> cores, int max_tokens, int max_rows,
+              int hidden, int intermediate, int vocabulary, int max_inputs, int heads, int kv_heads, int head_dim, float scale,
+              float softcap) {
+             TeamOptions team{threads, spin_us, std::move(cores)};
+             ProgramShape shape{max_tokens, max_rows,   hidden,
+                                intermediate, vocabulary, max_inputs,
+                                {heads, kv_heads, head_dim, scale, softcap, 0}};
+             new (self) Program(kernels_or_throw(isa), team, shape);
+           },
+           nb::kw_only(), "isa"_a, "threads"_a, "spin_us"_a, "cores"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a,
+           "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
+      .def("embed", &Program::embed)
+      .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
+      .def("qkv", &Program::qkv)
+      .def("attention",
+           [](Program& p, const LayerCache& cache, int window, const RopeTable& rope, uintptr_t qk_norm, float eps, const Matrix& next) {
+             p.attention(cache, window, rope, address<float>(qk_norm), eps, next);
+           })
+      .def("project", [](Program& p, const Matrix& matrix, uintptr_t post_norm, float eps) { p.project(matrix, address<float>(post_norm), eps); })
+      .def("gate_up", [](Program& p, const Matrix& matrix, int activation, const Matrix& next) {
+        p.gate_up(matrix, static_cast<Epilogue>(activation), next);
+      })
+      .def("head", [](Program& p, uintptr_t weight, float eps, const Matrix& matrix, float softcap) {
+        p.head(address<float>(weight), eps, matrix, softcap);
+      })
+      .def("run",
+           [](Program& p, int tokens, uintptr_t ids, uintptr_t positions, uintptr_t slots, int sequences, uintptr_t first_row,
+              uintptr_t length, uintptr_t block_table, int width) {
+             StepInputs inputs{tokens, address<int32_t>(ids), address<int32_t>(positions), address<int32_t>(slots),
+                               {sequences, address<int32_t>(first_row), address<int32_t>(length), address<int32_t>(block_table), width}};
+             nb::gil_scoped_release release;
+             p.run(inputs);
+           })
+      .def("logits",
+           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
+             nb::gil_scoped_release release;
+             p.logits(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
+           })
+      .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
+      .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
+}

@@ -1,0 +1,107 @@
+// A decoder recorded as a list of kernel calls over fixed buffers, replayed with one call per step.
+//
+// Every member of the team walks the same list and does its share of each call; a barrier stands between calls. Nothing is
+// allocated during a run. The number of tokens and sequences is an argument: prompts, decodes and mixed batches are one program.
+#pragma once
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace triblade {
+
+struct ProgramShape {
+  int max_tokens = 0;
+  int max_rows = 0;  // rows of logits made at a time
+  int hidden = 0;
+  int intermediate = 0;
+  int vocabulary = 0;
+  int max_inputs = 0;  // widest input of a matrix, padding included
+  AttentionShape attention{};  // window is per layer
+};
+
+struct StepInputs {
+  int tokens = 0;
+  const int32_t* ids = nullptr;        // [T]
+  const int32_t* positions = nullptr;  // [T]
+  const int32_t* slots = nullptr;      // [T]
+  Sequences sequences;
+};
+
+struct RopeTable {
+  const float* cos = nullptr;  // [positions, pairs]
+  const float* sin = nullptr;
+  int pairs = 0;
+};
+
+// Memory in one piece, aligned, with huge pages where the system has them.
+class Arena {
+ public:
+  explicit Arena(int64_t bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  uint8_t* data() const { return data_; }
+  int64_t size() const { return bytes_; }
+
+ private:
+  int64_t bytes_;
+  uint8_t* data_;
+};
+
+class Program {
+ public:
+  Program(const Kernels& kernels, const TeamOptions& team, const ProgramShape& shape);
+
+  // Recording, in the order of execution.
+  void embed(const Matrix& table, float scale);
+  void norm(const float* weight, float eps, const Matrix& next);                  // x -> inputs of `next`
+  void qkv(const Matrix& matrix);                                                 // inputs -> q, k, v
+  void attention(const LayerCache& cache, int window, const RopeTable& rope, const float* qk_norm, float eps, const Matrix& next);
+  void project(const Matrix& matrix, const float* post_norm, float eps);          // x += inputs W^T, normed first if asked
+  void gate_up(const Matrix& matrix, Epilogue activation, const Matrix& next);    // inputs -> act(gate) * up -> inputs of `next`
+  void head(const float* weight, float eps, const Matrix& matrix, float softcap);
+
+  // Replay: hidden states of a step, kept until the next one; then logits of any of its rows, at most max_rows at a time.
+  void run(const StepInputs& inputs);
+  void logits(const int32_t* rows, int count, float* out);
+
+  int64_t buffer_bytes() const { return arena_->size(); }
+  const float* hidden() const { return x_; }  // [T, hidden] before the final norm
+
+ private:
+  using Call = std::function<void(int member)>;
+
+  Share tokens(int member) const { return share(inputs_.tokens, 1, member, team_.size()); }
+  void record_linear(const Matrix& matrix, Epilogue epilogue, float* out, int stride);
+  void plan_attention();
+  void attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member);
+  static void walk(void* context, int member);
+
+  const Kernels& kernels_;
+  const ProgramShape shape_;
+  Team team_;
+  std::unique_ptr<Arena> arena_;
+  std::vector<Call> calls_, head_calls_;
+  const std::vector<Call>* walked_ = nullptr;
+
+  float *x_, *qkv_, *attended_, *hidden_, *projected_, *partial_, *states_;
+  Activations activations_;
+  uint8_t* scratch_;
+  int64_t scratch_bytes_;
+
+  StepInputs inputs_;
+  std::vector<AttentionItem> items_;
+  int parts_ = 1;
+  std::unique_ptr<std::atomic<int>[]> next_item_;  // per layer
+  int layers_ = 0;
+
+  const int32_t* rows_ = nullptr;
+  int row_count_ = 0;
+  float* logits_ = nullptr;
+};
+
+}  // namespace triblade
