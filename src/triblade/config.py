@@ -20,7 +20,8 @@ from triblade.registry import unknown_name
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 AttentionBackend = Literal["auto", "sdpa", "eager"]
-BackendName = Literal["auto", "reference"]
+BackendName = Literal["auto", "native", "reference"]
+QuantizationName = Literal["int4", "int8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 GenerationConfigSource = Literal["auto", "none"]
@@ -47,8 +48,8 @@ class EngineConfig:
     dtype: DType = "auto"
     """Data type of weights and activations; `auto` takes the checkpoint's, and bfloat16 for a GGUF file."""
 
-    quantization: str | None = None
-    """Quantize the weights at load. Not available in this build."""
+    quantization: QuantizationName | None = None
+    """Round the weights to 4 or 8 bits while loading (to nearest, without calibration; embeddings and head to 8)."""
 
     kv_cache_dtype: KVDType = "auto"
     """How keys and values are stored; `auto` is `dtype`, `int8` halves the memory with one scale per token and head."""
@@ -87,7 +88,7 @@ class EngineConfig:
     """Where to compute."""
 
     backend: BackendName = "auto"
-    """Kernels to compute with."""
+    """Kernels to compute with: `native` (C++, CPU) or `reference` (torch); `auto` takes native where it can and says why not."""
 
     attention_backend: AttentionBackend = "auto"
     """Attention kernel: `sdpa` (torch), `eager` (explicit softmax, takes every model); `auto` chooses and says why."""
@@ -97,6 +98,16 @@ class EngineConfig:
 
     threads: int | None = None
     """CPU threads; default: the cores this process may use."""
+
+    cpu_cores: tuple[int, ...] = ()
+    """Cores to pin the native backend's helper threads to; default: wherever the system puts them."""
+
+    spin_us: int = 200
+    """Microseconds that an idle helper thread of the native backend spins before it parks."""
+
+    isa: str = ""
+    """Instruction set of the native backend: portable, avx2, avx2-vnni, avx512-vnni or avx512-bf16; default: the best one,
+    or what TRIBLADE_ISA says."""
 
     tensor_parallel_size: int = 1
     """Devices to split the model over. This engine runs on one; `triblade deploy` plans for more."""
@@ -110,7 +121,8 @@ class EngineConfig:
             require_at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "threads"):
             require_at_least(name, getattr(self, name), 1)
-        require_at_least("max_logprobs", self.max_logprobs, 0)
+        for name in ("max_logprobs", "spin_us"):
+            require_at_least(name, getattr(self, name), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got: {self.gpu_memory_utilization}")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -119,11 +131,6 @@ class EngineConfig:
                     f"{name} must be 1 in this engine, got: {getattr(self, name)}",
                     hint="one engine runs on one device; start one server per device, or serve the model with vLLM",
                 )
-        if self.quantization is not None:
-            raise UnsupportedError(
-                f"quantization at load is not available, got: {self.quantization!r}",
-                hint="leave it out; quantized GGUF files are read as they are",
-            )
         if self.deterministic and self.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"deterministic mode computes in float32, got dtype: {self.dtype}", hint="leave --dtype out"
@@ -226,6 +233,11 @@ def cache_dir() -> Path:
     if home == "~":  # no HOME, and a container's user need not be in the user database
         return Path(tempfile.gettempdir()) / "triblade"
     return Path(home) / ".cache" / "triblade"
+
+
+def forced_isa() -> str:
+    """The instruction set that TRIBLADE_ISA asks for; empty for none."""
+    return os.environ.get("TRIBLADE_ISA", "")
 
 
 def offline() -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triblade.kv.cache import KVCache
-from triblade.kv.layout import CODEC_PLANES, KVLayout
+from triblade.kv.layout import CODEC_PLANES, Arrangement, KVLayout
 from triblade.registry import KV_CODECS
 
 # Largest error relative to the largest number of the vector, and absolute.
@@ -27,9 +27,11 @@ def vectors(tokens: int, heads: int, dim: int, seed: int = 0) -> Tensor:
     return x * torch.logspace(-5, 2, tokens)[:, None, None]
 
 
-def cache(codec: str, heads: int = 3, dim: int = 16, block_size: int = 4, num_blocks: int = 7) -> KVCache:
-    layout = KVLayout(num_layers=2, num_kv_heads=heads, head_dim=dim, block_size=block_size, codec=codec)
-    return KVCache(layout, num_blocks, torch.float32)
+def cache(codec: str, arrangement: Arrangement = "tokens", block_size: int = 4) -> KVCache:
+    layout = KVLayout(
+        num_layers=2, num_kv_heads=3, head_dim=16, block_size=block_size, codec=codec, arrangement=arrangement
+    )
+    return KVCache(layout, 7, torch.float32)
 
 
 @pytest.fixture(params=sorted(KV_CODECS))
@@ -103,3 +105,28 @@ def test_a_row_is_all_there_is_to_a_block(codec: str) -> None:  # E17: scales mo
     for layer in range(2):
         keys, _ = subject.read(layer, torch.tensor([[6]]))
         assert torch.equal(keys[0], encode.decode(encode.encode(x), torch.float32))
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("tiled_codec", ["bfloat16", "int8"])
+def test_tiles_hold_the_same_as_tokens(tiled_codec: str, block_size: int) -> None:
+    plain, tiled = (cache(tiled_codec, name, block_size) for name in ("tokens", "tiles"))
+    x, y = vectors(100, 3, 16), vectors(100, 3, 16, seed=1)
+    slots = torch.randperm(7 * block_size, generator=torch.Generator().manual_seed(0))[:100]
+    for subject in (plain, tiled):
+        subject.write(1, slots, x, y)
+    table = torch.tensor([[6, 1, 3], [0, 2, 5]])
+    for ours, expected in zip(tiled.read(1, table), plain.read(1, table), strict=True):
+        assert torch.equal(ours, expected)
+    assert not torch.equal(tiled.pool, plain.pool)
+
+
+def test_a_tile_of_keys_is_in_the_order_of_the_dot_instructions() -> None:
+    tiled = cache("int8", "tiles", 16)
+    x = torch.zeros(1, 3, 16)
+    x[0, 1, 6] = 127.0  # token 5, head 1, dimension 6
+    tiled.write(0, torch.tensor([5]), x, x)
+    tile = tiled.pool[0, 16 * 16 : 2 * 16 * 16]  # head 1
+    assert tile.nonzero().flatten().tolist() == [(6 // 4 * 16 + 5) * 4 + 6 % 4]
+    values = tiled.pool[0, 3 * 256 + 256 : 3 * 256 + 512]
+    assert values.nonzero().flatten().tolist() == [(5 // 4 * 16 + 6) * 4 + 5 % 4]

@@ -7,7 +7,7 @@ so a decode step is one attention call for all of them and speculation (k + 1 to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -30,40 +30,50 @@ class AttentionGroup:
         return slice(self.first_row, self.first_row + self.positions.numel())
 
 
+@dataclass(slots=True)
+class FlatTokens:
+    """The tokens of a step in the order of its items, as plain lists."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    first_rows: list[int] = field(default_factory=lambda: [0])  # of each item, and the end
+
+    @classmethod
+    def of(cls, items: Sequence[ScheduledRequest], block_size: int) -> FlatTokens:
+        """Read the scheduled tokens, drafts included."""
+        flat = cls()
+        for item in items:
+            request, span = item.request, range(item.start, item.start + item.num_tokens)
+            tokens = request.token_ids if not item.num_draft_tokens else request.token_ids + request.draft_token_ids
+            table = request.block_table
+            flat.ids += tokens[span.start : span.stop]
+            flat.positions += span
+            flat.slots += [table[p // block_size] * block_size + p % block_size for p in span]
+            flat.first_rows.append(len(flat.ids))
+        return flat
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tokens of one step, T in all, in the order of `items`."""
+    """The tokens of one step as tensors, T in all."""
 
-    items: list[ScheduledRequest]
-    first_rows: list[int]  # of each item
     input_ids: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T]
     groups: list[AttentionGroup]
 
     @classmethod
-    def build(cls, scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
-        """Flatten a step; items are reordered so that groups are contiguous."""
-        items = sorted(scheduled, key=lambda item: item.num_tokens)
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        first_rows: list[int] = []
-        for item in items:
-            first_rows.append(len(ids))
-            known = [*item.request.token_ids, *item.request.draft_token_ids]
-            table = item.request.block_table
-            span = range(item.start, item.start + item.num_tokens)
-            ids += known[span.start : span.stop]
-            positions += span
-            slots += [table[p // block_size] * block_size + p % block_size for p in span]
-        flat = torch.tensor([ids, positions, slots], device=device)  # one transfer
+    def build(cls, items: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
+        """Flatten a step whose items of equal length stand together."""
+        tokens = FlatTokens.of(items, block_size)
+        flat = torch.tensor([tokens.ids, tokens.positions, tokens.slots], device=device)  # one transfer
         groups, row = [], 0
         for _, members in groupby(items, key=lambda item: item.num_tokens):
             group = _group(list(members), row, flat[1], block_size)
             groups.append(group)
             row = group.rows.stop
-        return cls(items, first_rows, flat[0], flat[1], flat[2], groups)
+        return cls(flat[0], flat[1], flat[2], groups)
 
 
 def _group(items: list[ScheduledRequest], first_row: int, positions: Tensor, block_size: int) -> AttentionGroup:

@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a ready engine: open, plan memory, load, wire.
+"""From an `EngineConfig` to a ready engine: open, choose kernels, plan memory, load, wire.
 
 The only place that knows all parts of an engine at once. Everything it decides for the user is logged with its reason.
 """
@@ -11,17 +11,20 @@ import time
 import torch
 
 from triblade import host
-from triblade.config import EngineConfig
+from triblade.config import EngineConfig, forced_isa
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.engine import Engine
+from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
-from triblade.engine.runner import ModelRunner
+from triblade.engine.native import NativeExecutor, NativeOptions, why_not_native
+from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
-from triblade.errors import MemoryBudgetError
+from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_backend, select_device
+from triblade.quant.packed_weights import PackingReader, packed_bytes
 from triblade.spec.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -43,23 +46,18 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
     """Wire an engine around an opened model."""
-    layout = kv_layout(config, model)
-    plan = plan_for(config, model, layout, device)
+    is_native = use_native(config, model, device)
+    layout = kv_layout(config, model, is_native)
+    weight_bytes = packed_bytes(model.checkpoint, model.config, model.dtype, config.quantization)
+    plan = plan_for(config, model, layout, weight_bytes if is_native else model.weight_bytes, device)
     log.info("%s", plan.describe())
     if plan.context_length < (config.max_model_len or model.config.context_length):
-        log.warning(
-            "context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length
-        )
-    backend, reason = select_backend(
-        config.attention_backend,
-        deterministic=config.deterministic,
-        softcap=model.config.attention_softcap is not None,
-    )
-    log.info("backend %s, %s", backend.name, reason)
-    start = time.monotonic()
-    decoder = model.load(plan.context_length, backend, device)
-    log.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
+        log.warning("context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length)
     cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
+    start = time.monotonic()
+    make = native_executor if is_native else torch_executor
+    executor = make(config, model, cache, plan.context_length)
+    log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, executor.name)
     scheduler = Scheduler(
         BlockPool(plan.num_kv_blocks),
         block_size=config.block_size,
@@ -69,7 +67,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     )
     return Engine(
         model,
-        ModelRunner(decoder, cache, Sampler(model.vocab_size)),
+        ModelRunner(executor, Sampler(model.vocab_size)),
         scheduler,
         context_length=plan.context_length,
         max_logprobs=config.max_logprobs,
@@ -77,28 +75,86 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     )
 
 
-def kv_layout(config: EngineConfig, model: OpenModel) -> KVLayout:
+def use_native(config: EngineConfig, model: OpenModel, device: torch.device) -> bool:
+    """Whether the native kernels run this engine; the reason against them is logged.
+
+    Raises:
+        UnsupportedError: they were asked for, or are needed, and cannot.
+    """
+    reason = _against_native(config, model, device)
+    if reason is None:
+        return True
+    if config.backend == "native" or config.quantization is not None:
+        wanted = "backend native" if config.backend == "native" else f"quantization {config.quantization}"
+        raise UnsupportedError(f"{wanted} is not possible here: {reason}", hint="use --backend reference without quantization")
+    log.info("reference backend: %s", reason)
+    return False
+
+
+def _against_native(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
+    if config.backend == "reference":
+        return "asked for"
+    if config.deterministic:
+        return "deterministic mode"
+    if device.type != "cpu":
+        return f"device {device.type}"
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        return f"dtype {model.dtype}"
+    if config.attention_backend != "auto":
+        return f"attention backend {config.attention_backend}"
+    return why_not_native(model.config, _kv_dtype(config, model), config.block_size)
+
+
+def native_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> StepExecutor:
+    """Pack the weights and record the step program."""
+    weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
+    options = NativeOptions(
+        threads=config.threads or host.usable_cores(),
+        max_tokens=config.max_num_batched_tokens,
+        max_rows=max(min(config.max_num_seqs, config.max_num_batched_tokens), PROMPT_LOGITS_ROWS),
+        isa=config.isa or forced_isa(),
+        spin_us=config.spin_us,
+        cores=list(config.cpu_cores),
+    )
+    return NativeExecutor(model.config, weights, cache, context_length, options)
+
+
+def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> StepExecutor:
+    """Load dense weights for the reference kernels."""
+    softcap = model.config.attention_softcap is not None
+    backend, reason = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
+    log.info("backend %s, %s", backend.name, reason)
+    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache)
+
+
+def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool) -> KVLayout:
     """The layout of this engine's KV rows."""
-    codec = str(model.dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     return KVLayout(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_size=config.block_size,
-        codec=codec,
+        codec=_kv_dtype(config, model),
+        arrangement="tiles" if is_native else "tokens",
         model_hash=model.checkpoint.fingerprint(),
         rope=repr(model.config.ropes),
     )
 
 
-def plan_for(config: EngineConfig, model: OpenModel, layout: KVLayout, device: torch.device) -> MemoryPlan:
+def _kv_dtype(config: EngineConfig, model: OpenModel) -> str:
+    return str(model.dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def plan_for(
+    config: EngineConfig, model: OpenModel, layout: KVLayout, weight_bytes: int, device: torch.device
+) -> MemoryPlan:
     """Plan against the memory that is free now.
 
     Raises:
         MemoryBudgetError: it does not fit.
     """
     available = available_bytes(device)
-    plan = plan_memory(config, model.config, layout, model.weight_bytes, available)
+    plan = plan_memory(config, model.config, layout, weight_bytes, available)
     if plan.total_bytes > available:
         raise MemoryBudgetError(
             f"{plan.describe()}; that is {plan.total_bytes / 2**20:,.0f} MiB, {available / 2**20:,.0f} MiB are free",

@@ -88,7 +88,7 @@ class LocalClient(EngineClient):
 
     @property
     def weight_bytes(self) -> int:
-        return self._engine.model.weight_bytes
+        return self._engine.runner.executor.weight_bytes
 
     @property
     def num_kv_blocks(self) -> int:
@@ -96,7 +96,7 @@ class LocalClient(EngineClient):
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._engine.runner.cache.pool.nbytes
+        return self._engine.runner.executor.cache.pool.nbytes
 
     @property
     def is_alive(self) -> bool:

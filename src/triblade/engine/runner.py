@@ -1,6 +1,6 @@
-"""Executes one step: batch -> decoder -> logits of the rows that need them -> sampled tokens and log-probabilities.
+"""Executes one step: tokens -> executor -> logits of the rows that need them -> sampled tokens and log-probabilities.
 
-Owns the tensors (weights and cache) and no request state: what it returns is aligned with what was scheduled. Rows whose logits
+Owns no request state: what it returns is aligned with what was scheduled. Rows whose logits
 are not finite get no token, so that one bad request never poisons another.
 """
 
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from triblade.engine.attend import PagedAttend
-from triblade.engine.batch import Batch
+from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
-from triblade.kv.cache import KVCache
-from triblade.models.decoder import Decoder
 from triblade.sampling_params import TokenLogprobs
 from triblade.spec.sampler import Sampler, SamplerRow, finite_rows
 
@@ -38,31 +36,33 @@ class StepResult:
 
 
 class ModelRunner:
-    """One decoder with its cache and sampler."""
+    """An executor with its sampler."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
-        self.decoder = decoder
-        self.cache = cache
+    def __init__(self, executor: StepExecutor, sampler: Sampler) -> None:
+        self.executor = executor
         self.sampler = sampler
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
-        """Compute one step; results in the order of the batch."""
-        batch = Batch.build(scheduled, self.cache.layout.block_size, self.decoder.device)
-        attend = PagedAttend(batch, self.cache, self.decoder.config, self.decoder.backend)
-        hidden = self.decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
-        results = [StepResult(item.request, prompt_done=item.samples) for item in batch.items]
-        self._score_prompts(batch, hidden, results)
-        self._sample(batch, hidden, results)
+        """Compute one step; one result per scheduled request, those with fewest tokens first."""
+        items = sorted(scheduled, key=lambda item: item.num_tokens)  # equal lengths stand together
+        first_rows = [0, *accumulate(item.num_tokens for item in items)]
+        self.executor.forward(items)
+        results = [StepResult(item.request, prompt_done=item.samples) for item in items]
+        self._score_prompts(items, first_rows, results)
+        self._sample(items, first_rows, results)
         return results
 
-    def _sample(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> None:
+    def _logits(self, rows: Sequence[int]) -> Tensor:
+        """[R, V] of the columns that are tokens."""
+        return self.executor.logits(rows)[:, : self.sampler.vocab_size]
+
+    def _sample(self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]) -> None:
         """Sample for every item that reached the end of its known tokens, unless it wants no token."""
-        chosen = [i for i, item in enumerate(batch.items) if item.samples and item.request.max_tokens > 0]
+        chosen = [i for i, item in enumerate(items) if item.samples and item.request.max_tokens > 0]
         if not chosen:
             return
-        last_rows = [batch.first_rows[i] + batch.items[i].num_tokens - 1 for i in chosen]
-        logits = self.decoder.logits(hidden[last_rows])[:, : self.sampler.vocab_size]  # [R, V]
+        logits = self._logits([first_rows[i + 1] - 1 for i in chosen])
         finite = finite_rows(logits)
         for i, is_finite in zip(chosen, finite, strict=True):
             results[i].is_finite = is_finite
@@ -71,13 +71,15 @@ class ModelRunner:
             chosen, logits = [chosen[n] for n in kept], logits[kept]
         if not chosen:
             return
-        sampled = self.sampler.sample(logits, [sampler_row(batch.items[i].request) for i in chosen])
+        sampled = self.sampler.sample(logits, [sampler_row(items[i].request) for i in chosen])
         for i, token, logprobs in zip(chosen, sampled.token_ids, sampled.logprobs, strict=True):
             results[i].token_ids, results[i].logprobs = [token], [logprobs]
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor, results: list[StepResult]) -> None:
+    def _score_prompts(
+        self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]
+    ) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's tokens, where asked for."""
-        for item, first_row, result in zip(batch.items, batch.first_rows, results, strict=True):
+        for item, first_row, result in zip(items, first_rows, results, strict=False):
             request = item.request
             if request.params.prompt_logprobs is None:
                 continue
@@ -86,7 +88,7 @@ class ModelRunner:
             for start in range(item.start, stop, PROMPT_LOGITS_ROWS):
                 targets = request.prompt_token_ids[start + 1 : min(start + PROMPT_LOGITS_ROWS, stop) + 1]
                 row = first_row + start - item.start
-                logits = self.decoder.logits(hidden[row : row + len(targets)])
+                logits = self._logits(range(row, row + len(targets)))
                 scored = self.sampler.logprobs(logits, targets, [request.params.prompt_logprobs] * len(targets))
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
 

@@ -6,9 +6,12 @@ A slot is block * block_size + offset.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from triblade.kv.arrangement import PLANES, PlaneView
 from triblade.kv.codecs import KVCodec
 from triblade.kv.layout import KVLayout, Plane
 from triblade.registry import KV_CODECS
@@ -34,31 +37,28 @@ class KVCache:
         # Zeros, not empty: masked reads of unwritten slots must not meet NaN. Untouched pages cost no memory.
         self.pool = torch.zeros(num_blocks, layout.row_bytes, dtype=torch.uint8, device=device)
         planes = [layout.planes(layer) for layer in range(layout.num_layers)]
-        self._keys = [tuple(self._view(plane) for plane in keys) for keys, _ in planes]
-        self._values = [tuple(self._view(plane) for plane in values) for _, values in planes]
+        self._keys = [tuple(self._view(plane, "keys") for plane in keys) for keys, _ in planes]
+        self._values = [tuple(self._view(plane, "values") for plane in values) for _, values in planes]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Encode keys and values [T, G, D] into slots [T] of a layer."""
         block, offset = slots // self.layout.block_size, slots % self.layout.block_size
         for planes, x in ((self._keys[layer], k), (self._values[layer], v)):
             for plane, encoded in zip(planes, self._codec.encode(x), strict=True):
-                plane[block, offset] = encoded.reshape(encoded.shape[0], -1)
+                plane.write(block, offset, encoded)
 
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of blocks [S, B], decoded: two tensors [S, B * block_size, G, D]."""
         return self._read(self._keys[layer], block_table), self._read(self._values[layer], block_table)
 
-    def _read(self, planes: tuple[Tensor, ...], block_table: Tensor) -> Tensor:
-        shape = (block_table.shape[0], -1, self.layout.num_kv_heads)
+    def _read(self, planes: tuple[PlaneView, ...], block_table: Tensor) -> Tensor:
         blocks = block_table.flatten()
-        # index_select copies whole blocks; plain indexing would go item by item through the row stride.
-        values, *scales = (plane.index_select(0, blocks) for plane in planes)  # [S * B, block_size, G * D or G]
-        encoded = (values.view(*shape, self.layout.head_dim), *(scale.view(shape) for scale in scales))
-        return self._codec.decode(encoded, self.dtype)
+        encoded = tuple(plane.read(blocks) for plane in planes)  # [S * B * block_size, G, D] or [..., G]
+        return self._codec.decode(encoded, self.dtype).unflatten(0, (block_table.shape[0], -1))
 
-    def _view(self, plane: Plane) -> Tensor:
-        """[num_blocks, block_size, items per token] of the plane's type, sharing the pool's memory."""
+    def _view(self, plane: Plane, kind: Literal["keys", "values"]) -> PlaneView:
+        """A plane of every block, sharing the pool's memory."""
         typed = self.pool.view(getattr(torch, plane.spec.dtype))  # [num_blocks, row items]
         start = plane.offset_bytes // plane.spec.item_bytes
-        items = self.layout.block_size * plane.items_per_token
-        return typed[:, start : start + items].view(self.num_blocks, self.layout.block_size, plane.items_per_token)
+        items = typed[:, start : start + self.layout.block_size * plane.items_per_token]
+        return PLANES[self.layout.arrangement](items, self.layout, kind if plane.spec.per_dimension else "scales")

@@ -5,7 +5,9 @@ come the planes of the keys, then those of the values; within a plane the tokens
 
     row   [ layer 0 | layer 1 | ... ]                         each layer begins at a multiple of 64 bytes
     layer [ K values | V values | K scales | V scales ]       fp codecs have values only
-    plane [ token 0: head 0, head 1, ... | token 1: ... ]
+    plane [ token 0: head 0, head 1, ... | token 1: ... ]     arrangement "tokens"
+          [ tile 0: head 0, head 1, ... | tile 1: ... ]       arrangement "tiles": 16 tokens of a head, in the order of the
+                                                              dot instructions (see csrc/kernels.h)
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 ALIGNMENT_BYTES = 64
+TILE_TOKENS = 16
+
+Arrangement = Literal["tokens", "tiles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class KVLayout:
     head_dim: int
     block_size: int
     codec: str  # a key of CODEC_PLANES
+    arrangement: Arrangement = "tokens"  # "tiles" needs whole tiles of 16 tokens in a block
     model_hash: str = ""
     rope: str = ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,32 +18,33 @@ from triblade.models.config import ModelConfig
 from triblade.models.rope import rope_table
 from triblade.ops.backend import AttentionMask, Backend, Linear
 
+M = TypeVar("M")  # a matrix as its backend multiplies it
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(Generic[M]):
     """One block; norms are float32 with the family's offset already added, projections that share an input are one matrix."""
 
     input_norm: Tensor  # [C]
-    qkv: Linear  # [(H + 2 G) * D, C]
+    qkv: M  # [(H + 2 G) * D, C]
     qk_norm: Tensor | None = None  # [H + G, D]
-    output: Linear  # [C, H * D]
+    output: M  # [C, H * D]
     attention_post_norm: Tensor | None = None  # [C]
     mlp_norm: Tensor  # [C]
-    gate_up: Linear  # [2 I, C]
-    down: Linear  # [C, I]
+    gate_up: M  # [2 I, C]
+    down: M  # [C, I]
     mlp_post_norm: Tensor | None = None  # [C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
-    """All weights; a tied head is the embedding itself, not a copy."""
+class DecoderWeights(Generic[M]):
+    """All weights, with matrices of a backend's own kind; a tied head is the embedding itself, not a copy."""
 
-    embedding: Tensor  # [V, C]
-    layers: Sequence[LayerWeights]
+    embedding: M  # [V, C]
+    layers: Sequence[LayerWeights[M]]
     final_norm: Tensor  # [C]
-    head: Linear  # [V, C]
+    head: M  # [V, C]
 
 
 class Decoder:
@@ -56,18 +57,18 @@ class Decoder:
         context_length: positions the rope tables cover; at most what the model takes.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, context_length: int) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights[Linear], backend: Backend, context_length: int) -> None:
         self.config = config
         self.weights = weights
         self.backend = backend
         self.context_length = context_length
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.weight.device
+        self.dtype = weights.embedding.weight.dtype
         self._ropes = [rope_table(rope, context_length, self.device) for rope in config.ropes]
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final-norm hidden states [T, C] of tokens [T] at absolute positions [T]."""
-        x = self.backend.embed(self.weights.embedding, input_ids, self.config.embedding_scale)  # [T, C]
+        x = self.backend.embed(self.weights.embedding.weight, input_ids, self.config.embedding_scale)  # [T, C]
         ropes = [(cos[positions], sin[positions]) for cos, sin in self._ropes]  # [T, R/2] each
         for index, layer in enumerate(self.weights.layers):
             x = x + self._attention(index, layer, x, ropes[self.config.layers[index].rope], attend)
@@ -79,7 +80,7 @@ class Decoder:
         return self.backend.logits(hidden, self.weights.head, self.config.logits_softcap)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+        self, index: int, layer: LayerWeights[Linear], x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         config, ops = self.config, self.backend
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv)
@@ -101,7 +102,7 @@ class Decoder:
         ones = torch.ones_like(weight[0])
         return (self.backend.rms_norm(qk.float(), ones, self.config.rms_norm_eps) * weight).to(qk.dtype)
 
-    def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
+    def _feed_forward(self, layer: LayerWeights[Linear], x: Tensor) -> Tensor:
         config, ops = self.config, self.backend
         gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up)
         out = ops.linear(ops.gated_activation(gate_up, config.activation), layer.down)

@@ -1,0 +1,207 @@
+"""The native step program as a `StepExecutor`: records the decoder once, then one native call a step.
+
+Knows the kernels by `triblade._native` only. Whatever the program points to (weights, cache, tables) is held here, so that it lives
+as long as the program does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triblade.engine.batch import FlatTokens
+from triblade.engine.scheduler import ScheduledRequest
+from triblade.errors import UnsupportedError
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import TILE_TOKENS
+from triblade.models.config import ModelConfig
+from triblade.models.decoder import DecoderWeights, LayerWeights
+from triblade.models.rope import rope_table
+from triblade.ops.packing import BLOCK_ROWS, PackedMatrix
+
+_CACHES = {"bfloat16": 0, "int8": 1}
+_EPILOGUES = {"silu": 2, "gelu_tanh": 3}
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeOptions:
+    """How the program runs."""
+
+    threads: int
+    max_tokens: int
+    max_rows: int
+    isa: str = ""  # "": the best one
+    spin_us: int = 200
+    cores: list[int] = field(default_factory=list)
+
+
+def native_module() -> Any | None:
+    """The compiled module, or None where it was not built."""
+    try:
+        return import_module("triblade._native")
+    except ImportError:
+        return None
+
+
+def why_not_native(config: ModelConfig, kv_dtype: str, block_size: int) -> str | None:
+    """What keeps the native kernels from running this, or None."""
+    checks = (
+        (native_module() is None, "the native module was not built (no compiler at installation)"),
+        (kv_dtype not in _CACHES, f"KV cache dtype {kv_dtype} (native: {', '.join(_CACHES)})"),
+        (block_size % TILE_TOKENS != 0, f"block size {block_size} (native: a multiple of {TILE_TOKENS})"),
+        (config.head_dim % BLOCK_ROWS != 0, f"head size {config.head_dim} (native: a multiple of {BLOCK_ROWS})"),
+        (config.head_dim > MAX_HEAD_DIM, f"head size {config.head_dim} (native: at most {MAX_HEAD_DIM})"),
+        (config.hidden_size % BLOCK_ROWS != 0, f"hidden size {config.hidden_size}"),
+        (config.intermediate_size % BLOCK_ROWS != 0, f"intermediate size {config.intermediate_size}"),
+    )
+    return next((reason for fails, reason in checks if fails), None)
+
+
+class NativeExecutor:
+    """One recorded program over one cache.
+
+    Args:
+        config: the model.
+        weights: packed; see `quant.packed_weights`.
+        cache: with arrangement "tiles".
+        context_length: positions of the rope tables.
+        options: threads and sizes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights[PackedMatrix],
+        cache: KVCache,
+        context_length: int,
+        options: NativeOptions,
+    ) -> None:
+        native = native_module()
+        if native is None:
+            raise UnsupportedError("the native module was not built", hint="install a C++ compiler and reinstall triblade")
+        self._native = native
+        self.name = f"native ({native.isa(options.isa)})"
+        self.cache = cache
+        self._config = config
+        self._weights = weights
+        self._ropes = [rope_table(rope, context_length) for rope in config.ropes]
+        self._held: list[Tensor] = []
+        self._logits = torch.empty(options.max_rows, weights.head.num_rows)
+        self._program = self._make_program(options)
+        self._record()
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `StepExecutor`."""
+        return sum(matrix.nbytes for matrix in {id(m): m for m in self._matrices()}.values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the program's own buffers."""
+        size: int = self._program.buffer_bytes
+        return size
+
+    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+        """See `StepExecutor`."""
+        flat = FlatTokens.of(items, self.cache.layout.block_size)
+        tables = [item.request.block_table for item in items]
+        width = max(map(len, tables))
+        padded = [block for table in tables for block in (*table, *([0] * (width - len(table))))]
+        lengths = [item.start + item.num_tokens for item in items]
+        numbers = (*flat.ids, *flat.positions, *flat.slots, *flat.first_rows, *lengths, *padded)
+        step = torch.tensor(numbers, dtype=torch.int32)
+        tokens, sequences = len(flat.ids), len(items)
+        starts = (0, tokens, 2 * tokens, 3 * tokens, 3 * tokens + sequences + 1, 3 * tokens + 2 * sequences + 1)
+        at = [step.data_ptr() + 4 * start for start in starts]
+        self._program.run(tokens, at[0], at[1], at[2], sequences, at[3], at[4], at[5], width)
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """See `StepExecutor`."""
+        index = torch.tensor(list(rows), dtype=torch.int32)
+        self._program.logits(index.data_ptr(), len(rows), self._logits.data_ptr())
+        return self._logits[: len(rows)]
+
+    def _make_program(self, options: NativeOptions) -> Any:
+        config = self._config
+        return self._native.Program(
+            isa=options.isa,
+            threads=options.threads,
+            spin_us=options.spin_us,
+            cores=options.cores,
+            max_tokens=options.max_tokens,
+            max_rows=options.max_rows,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            max_inputs=max(matrix.num_inputs for matrix in self._matrices()),
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
+        )
+
+    def _record(self) -> None:
+        config, weights, program = self._config, self._weights, self._program
+        eps = config.rms_norm_eps
+        embedding = self._matrix(weights.embedding)
+        # The scale is rounded to the weights' type first, as the models that have one were trained.
+        scale = float(torch.tensor(config.embedding_scale, dtype=torch.bfloat16)) if config.embedding_scale != 1 else 1.0
+        program.embed(embedding, scale)
+        ropes = [self._native.RopeTable(_address(cos), _address(sin), cos.shape[1]) for cos, sin in self._ropes]
+        for index, layer in enumerate(weights.layers):
+            self._record_layer(index, layer, ropes[config.layers[index].rope])
+        head = embedding if weights.head is weights.embedding else self._matrix(weights.head)
+        program.head(self._keep(weights.final_norm), eps, head, config.logits_softcap or 0.0)
+
+    def _record_layer(self, index: int, layer: LayerWeights[PackedMatrix], rope: Any) -> None:
+        config, program = self._config, self._program
+        eps = config.rms_norm_eps
+        qkv, output, gate_up, down = (self._matrix(m) for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        program.norm(self._keep(layer.input_norm), eps, qkv)
+        program.qkv(qkv)
+        window = config.layers[index].window or 0
+        program.attention(self._layer_cache(index), window, rope, self._keep(layer.qk_norm), eps, output)
+        program.project(output, self._keep(layer.attention_post_norm), eps)
+        program.norm(self._keep(layer.mlp_norm), eps, gate_up)
+        program.gate_up(gate_up, _EPILOGUES[config.activation], down)
+        program.project(down, self._keep(layer.mlp_post_norm), eps)
+
+    def _layer_cache(self, index: int) -> Any:
+        layout = self.cache.layout
+        keys, values = layout.planes(index)
+        scales = (keys[1].offset_bytes, values[1].offset_bytes) if len(keys) > 1 else (0, 0)
+        return self._native.LayerCache(
+            pool=self.cache.pool.data_ptr(),
+            row_bytes=layout.row_bytes,
+            planes=[keys[0].offset_bytes, values[0].offset_bytes, *scales],
+            cache=_CACHES[layout.codec],
+            block_size=layout.block_size,
+            kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+        )
+
+    def _matrix(self, matrix: PackedMatrix) -> Any:
+        addresses = (_address(part) for part in (matrix.weights, matrix.scales, matrix.offsets, matrix.bias))
+        return self._native.matrix(int(matrix.format), matrix.num_rows, matrix.num_inputs, matrix.group, *addresses)
+
+    def _keep(self, tensor: Tensor | None) -> int:
+        """The address of a tensor that must live as long as the program; 0 for none."""
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            self._held.append(tensor)
+        return _address(tensor)
+
+    def _matrices(self) -> list[PackedMatrix]:
+        layers = [m for layer in self._weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [self._weights.embedding, self._weights.head, *layers]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
