@@ -1,25 +1,45 @@
 # Everything happens in .venv; `make setup` builds it and every other target calls that first.
-# Needs: Python 3.11 or newer and make. No compiler.
+# Needs: Python 3.11 or newer and make. With a C++ compiler (GCC 11, Clang 14 or newer) the native kernels are built, too.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := $(VENV)/.native
+SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/simd/*)
+BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.18" ninja
+INSTALL := $(BIN)/python -m pip install --no-build-isolation --editable
 # Torch goes in first and pinned: a plain "torch", wanted by another package, would bring the CUDA build (several GB)
 # where a CPU build of this release is offered. For CUDA: make setup TORCH="torch>=2.11".
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: setup fmt check test bench demo docs loc clean
+.PHONY: setup native sanitize fmt check test bench demo docs loc clean
 
-setup: $(READY)
+setup: $(READY) $(NATIVE)
 
-# Made again when the dependencies change, not when the code does: the install is editable.
+# Made again when the dependencies change, not when Python code does: the install is editable.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet $(BUILD_TOOLS)
+	$(INSTALL) --quiet ".[dev]"
+	touch $@ $(NATIVE)
+
+# The module again after its sources changed; only the changed files are compiled.
+$(NATIVE): $(SOURCES) | $(READY)
+	$(INSTALL) --quiet --no-deps .
 	touch $@
+
+# The same, with the compiler's output, and an error where setup would go on without the module.
+native: $(READY)
+	$(INSTALL) --verbose --no-deps .
+	$(BIN)/python -c "import triblade._native"
+	touch $(NATIVE)
+
+# The kernels and the thread team under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+sanitize:
+	csrc/tests/sanitize.sh
 
 fmt: setup
 	$(BIN)/ruff check --fix --quiet .
