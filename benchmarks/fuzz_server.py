@@ -68,6 +68,7 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"Content-Type": "text/plain"}, {"Content-Type": "application/xml"}, {"Content-Type": ";;;"}, {"Accept": "image/png"},
     {"X-Request-Id": "x" * 5000}, {"X-Request-Id": "a\tb"}, {"Authorization": "Bearer"}, {"Authorization": "Basic \"\""},
     {"Content-Encoding": "gzip"}, {"Expect": "100-continue"}, {"Upgrade": "websocket", "Connection": "Upgrade"},
+    {"Upgrade": "h2c", "Connection": "Upgrade, HTTP2-Settings", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"},
 )  # fmt: skip
 PATHS = ("/", "/v1", "/v1/completions/", "/v1/models/%00", "/v1/models/" + "x" * 3000, "//", "/v1/../metrics", "/%ff")
 
@@ -166,6 +167,14 @@ def send(client: httpx.Client, attempt: Attempt) -> tuple[str, str | None]:
     """Send one request; its status, and what is wrong with the answer."""
     if attempt.raw:
         return "raw", send_raw(client.base_url, attempt.raw)
+    if "Connection" not in attempt.headers:
+        return exchange(client, attempt)
+    with httpx.Client(base_url=client.base_url, headers=client.headers, timeout=TIMEOUT_S) as fresh:
+        return exchange(fresh, attempt)  # the headers are about the connection, so it gets one of its own
+
+
+def exchange(client: httpx.Client, attempt: Attempt) -> tuple[str, str | None]:
+    """Send one request over this client's connections."""
     try:
         response = client.request(attempt.method, attempt.path, content=attempt.content, headers=attempt.headers)
     except httpx.TimeoutException:

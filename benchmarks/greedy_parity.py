@@ -43,15 +43,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     prompts = make_prompts(args.model, args.text, args.prompts)
-    figures = {
+    figures: dict[str, Any] = {
         "model": args.model,
         "prompts": len(prompts),
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "new_tokens": args.new_tokens,
-        "parity": parity(args.model, prompts, args.new_tokens),
-        "matrix": matrix(args.model, prompts[: args.matrix_prompts], args.new_tokens),
         "torch": torch.__version__,
     }
+    figures["parity"] = parity(args.model, prompts, args.new_tokens)
+    sys.stderr.write(f"{figures['parity']}\n")
+    figures["matrix"] = matrix(args.model, prompts[: args.matrix_prompts], args.new_tokens)
     text = json.dumps(figures, indent=1)
     if args.output:
         args.output.write_text(text + "\n")
@@ -115,8 +116,9 @@ def matrix(model: str, prompts: list[Tokens], new_tokens: int) -> dict[str, bool
 
     alone = [run(engine(), [prompt], new_tokens)[0] for prompt in prompts]
     result = {"batched": run(engine(), prompts, new_tokens) == alone}
-    for chunk in (1, 7, 64):
+    for chunk in (64, 7, 1):
         result[f"chunk {chunk}"] = run(engine(max_num_batched_tokens=chunk), prompts, new_tokens) == alone
+        sys.stderr.write(f"{result}\n")
     warm = engine()
     run(warm, prompts, new_tokens)
     result["warm prefix"] = run(warm, prompts, new_tokens) == alone

@@ -28,7 +28,23 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-WORDS = "the sea is green and full of small ships that carry bread tea and letters home before winter comes 42 ünö 世界".split()
+WORDS = (
+    "the",
+    "sea",
+    "is",
+    "green",
+    "and",
+    "full",
+    "of",
+    "small",
+    "ships",
+    "that",
+    "carry",
+    "bread",
+    "42",
+    "ünö",
+    "世界",
+)
 WARM_UP = 64
 READY_S = 180
 
@@ -57,7 +73,17 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "triblade", "serve", args.model, "--port", str(port), "--served-model-name", "soak"]
+    command = [
+        sys.executable,
+        "-m",
+        "triblade",
+        "serve",
+        args.model,
+        "--port",
+        str(port),
+        "--served-model-name",
+        "soak",
+    ]
     server = subprocess.Popen([*command, "--max-model-len", "2048", "--log-level", "warning"])
     try:
         figures = asyncio.run(soak(f"http://127.0.0.1:{port}", psutil.Process(server.pid), args))
@@ -141,7 +167,9 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, tally: Tally) -> No
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         events = await read_stream(client, path, body)
-        reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+        reasons = [
+            choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]
+        ]
         usage = events[-1]["usage"]
     else:
         response = await client.post(path, json=body)
@@ -186,7 +214,9 @@ async def idle_metrics(client: httpx.AsyncClient) -> dict[str, float]:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name.startswith("triblade:"):
-                    reason = sample.labels.get("finished_reason") or sample.labels.get("le") or sample.labels.get("route")
+                    reason = (
+                        sample.labels.get("finished_reason") or sample.labels.get("le") or sample.labels.get("route")
+                    )
                     name = sample.name.removeprefix("triblade:") + (f"/{reason}" if reason else "")
                     figures[name] = figures.get(name, 0) + sample.value
         if figures["num_requests_running"] == figures["num_requests_waiting"] == 0:

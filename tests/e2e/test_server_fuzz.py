@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from real_server import RealServer
 
-REQUESTS = 150
+REQUESTS = 100
 
 
 def test_malformed_requests(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:  # D04, D13

@@ -82,6 +82,16 @@ def test_publishing_the_same_prefix_twice_keeps_the_first() -> None:
     pool.check([first, second])
 
 
+def test_a_block_stands_for_one_prefix() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.publish(block, [1, 2], None)
+    pool.publish(block, [3, 4], None)
+    assert pool.match([1, 2], 2, most=1) == []
+    assert len(pool.match([3, 4], 2, most=1)) == 1
+    pool.check([block])
+
+
 def test_constant_hash_never_confuses_prefixes() -> None:  # E01
     pool = BlockPool(4, hash_function=lambda parent, tokens: b"same")
     a, b, c, _ = pool.allocate(4)

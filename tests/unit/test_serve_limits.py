@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,6 +94,40 @@ def test_the_official_client_closing_a_stream(live: Live) -> None:  # D08
         next(iter(stream))
         stream.close()
         eventually(lambda: live.engine.running == 0, within_s=2)
+
+
+# Connections
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("pause_s", [0, 0.05])
+def test_an_offer_to_upgrade_is_ignored(live: Live, protocol: str, pause_s: float) -> None:
+    """Java's HTTP client offers h2c with every first request; its body must not be lost."""
+    host, port = live.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "x"}'
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n"
+        f"HTTP2-Settings: AAMAAABk\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        for _ in range(2):  # the connection stays usable
+            connection.sendall(head.encode())
+            time.sleep(pause_s)
+            connection.sendall(body)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"Hello, world!" in answer
+
+
+def test_a_silent_connection_does_not_keep_the_server_up(engine: FakeClient) -> None:
+    with live_server(engine) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        eventually(lambda: len(live.server.server_state.connections) > 0)
+    with connection:  # live_server asserts that the server has ended
+        assert connection.recv(1) == b""
 
 
 # Time and queue limits

@@ -13,6 +13,8 @@ from live_server import Live, live_server
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
+from triblade.serve.responses import ChatCompletion, Completion
+
 load_all_checks()
 CONFORMANCE = (
     "not_a_server_error",
@@ -76,6 +78,16 @@ def test_the_document(live: Live) -> None:
             example["model"] = "fake"
         assert live.post(path, example).status_code == 200
     assert "security" not in document
+
+
+def test_answers_have_the_documented_types(live: Live) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    for options in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}):
+        body = live.post("/v1/chat/completions", {**chat, **options}).content
+        assert ChatCompletion.model_validate_json(body, strict=True).usage.prompt_tokens > 0
+    for more in ({}, {"logprobs": 2, "echo": True}, {"prompt": ["a", "b"]}):
+        body = live.post("/v1/completions", {"prompt": "x", "max_tokens": 3, **more}).content
+        assert Completion.model_validate_json(body, strict=True).choices[0].finish_reason == "length"
 
 
 def test_the_key_is_in_the_document() -> None:

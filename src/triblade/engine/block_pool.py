@@ -102,6 +102,7 @@ class BlockPool:
         found = self._verified(digest, tokens, parent)
         if found is not None:
             return found
+        self._forget(block)  # a block stands for one prefix
         if (stale := self._by_digest.get(digest)) is not None:
             self._forget(stale.block_id)
         cached = CachedBlock(block, self._next_uid, parent.uid if parent else ROOT, tuple(tokens), digest)

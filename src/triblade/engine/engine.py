@@ -151,7 +151,8 @@ class Engine:
 
     def check_idle(self) -> None:
         """Assert that nothing leaked once no request is left."""
-        assert not (self._streams or self._prompt_logprobs), "an ended request left state behind"
+        left = len(self._streams) + len(self._prompt_logprobs)
+        assert left == 0, "an ended request left state behind"
         self.pool.check()
 
     def _update(self, scheduled: SchedulerOutput, results: list[StepResult]) -> list[tuple[Request, RequestOutput]]:

@@ -22,6 +22,7 @@ import uvicorn
 from triblade.config import EngineConfig, ServerConfig
 from triblade.serve.app import create_app
 from triblade.serve.errors import DrainingError
+from triblade.serve.http_protocol import EitherProtocol
 from triblade.serve.run import BACKLOG, StartEngine
 from triblade.serve.state import ServedEngine, ServerState
 
@@ -111,7 +112,9 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                http=EitherProtocol,
                 ws="none",
+                log_level="error",  # its warnings are about what clients sent, and they got an answer
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(config.drain_timeout_s + 2 * ABORT_GRACE_S),

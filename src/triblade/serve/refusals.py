@@ -46,6 +46,7 @@ COMMON: Mapping[str, Refusal] = {
     "guided_regex": _STRUCTURED,
     "guided_choice": _STRUCTURED,
     "guided_grammar": _STRUCTURED,
+    "guided_whitespace_pattern": _STRUCTURED,
     "guided_decoding_backend": _STRUCTURED,
     "structured_outputs": _STRUCTURED,
     "response_format": Refusal(_STRUCTURED.reason, _plain_text),

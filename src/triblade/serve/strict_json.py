@@ -85,4 +85,4 @@ def _require_json(request: Request) -> None:
 
 def dumps(value: Any) -> bytes:
     """JSON text of a value; a float that is not finite becomes null."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(value)
