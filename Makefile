@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 NATIVE := $(VENV)/.native
 SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/simd/*)
 BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.4" "cmake>=3.18" ninja
-INSTALL := $(BIN)/python -m pip install --no-build-isolation --editable
+INSTALL := $(BIN)/python -m pip install --no-build-isolation
 # Torch goes in first and pinned: a plain "torch", wanted by another package, would bring the CUDA build (several GB)
 # where a CPU build of this release is offered. For CUDA: make setup TORCH="torch>=2.11".
 TORCH ?= torch==2.13.0
@@ -23,17 +23,17 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet $(BUILD_TOOLS)
-	$(INSTALL) --quiet ".[dev]"
+	$(INSTALL) --quiet --editable ".[dev]"
 	touch $@ $(NATIVE)
 
 # The module again after its sources changed; only the changed files are compiled.
 $(NATIVE): $(SOURCES) | $(READY)
-	$(INSTALL) --quiet --no-deps .
+	$(INSTALL) --quiet --no-deps --editable .
 	touch $@
 
 # The same, with the compiler's output, and an error where setup would go on without the module.
 native: $(READY)
-	$(INSTALL) --verbose --no-deps .
+	$(INSTALL) --verbose --no-deps --editable .
 	$(BIN)/python -c "import triblade._native"
 	touch $(NATIVE)
 

@@ -45,6 +45,13 @@ const Kernels* kernels_for(const char* name) {
   return nullptr;
 }
 
+const Kernels* kernels_at(int rank) {
+  for (const Candidate& candidate : kBestFirst) {
+    if (candidate.runs() && rank-- == 0) return candidate.kernels;
+  }
+  return nullptr;
+}
+
 int64_t scratch_bytes(int max_inputs, int head_dim) {
   const int64_t unpacked = 2 * 16 * static_cast<int64_t>(max_inputs);
   const int64_t attention = static_cast<int64_t>(sizeof(float)) * 12 * (head_dim + 128);

@@ -141,6 +141,9 @@ extern const Kernels kAvx512Bf16;
 // The best table this processor runs, or the one named; null when there is no such, or the processor cannot run it.
 const Kernels* kernels_for(const char* name);
 
+// The tables this processor runs, best first; null behind the last.
+const Kernels* kernels_at(int rank);
+
 // Bytes of scratch that one member needs for `linear` and `attend`.
 int64_t scratch_bytes(int max_inputs, int head_dim);
 

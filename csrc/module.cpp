@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernel_bindings.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -40,6 +41,11 @@ NB_MODULE(_native, m) {
 
   m.def("isa", [](const std::string& wanted) { return std::string(kernels_or_throw(wanted).name); }, "wanted"_a = "",
         "The name of the best instruction set here, or `wanted` if this processor runs it.");
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (int rank = 0; const Kernels* kernels = kernels_at(rank); rank++) names.emplace_back(kernels->name);
+    return names;
+  }, "The instruction sets that this processor runs, best first.");
 
   nb::class_<Matrix>(m, "Matrix").def_ro("rows", &Matrix::rows).def_ro("inputs", &Matrix::inputs);
   m.def("matrix", make_matrix, "format"_a, "rows"_a, "inputs"_a, "group"_a, "weights"_a, "scales"_a, "offsets"_a, "bias"_a);
@@ -104,4 +110,6 @@ NB_MODULE(_native, m) {
            })
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
+
+  bind_kernels(m);
 }

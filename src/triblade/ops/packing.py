@@ -117,6 +117,33 @@ def pack_dense(weight: Tensor, bias: Tensor | None) -> PackedMatrix:
     )
 
 
+def unpack(packed: PackedMatrix) -> Tensor:
+    """The matrix [out, padded in] float32 that the kernels multiply, padding rows left out."""
+    inputs, blocks = packed.num_inputs, -(-packed.num_rows // BLOCK_ROWS)
+    if packed.format == Format.FP32:
+        rows = packed.weights.view(torch.float32).view(blocks, inputs, BLOCK_ROWS).transpose(1, 2)
+    elif packed.format == Format.BF16:
+        pairs = packed.weights.view(torch.bfloat16).view(blocks, inputs // 2, BLOCK_ROWS, 2)
+        rows = pairs.transpose(1, 2).flatten(2).float()
+    else:
+        rows = _unpack_integers(packed, blocks)
+    return rows.reshape(-1, inputs)[: packed.num_rows]
+
+
+def _unpack_integers(packed: PackedMatrix, blocks: int) -> Tensor:
+    """[blocks, 16, in] float32."""
+    if packed.format == Format.INT4:
+        halves = packed.weights.view(blocks, -1, BLOCK_ROWS, 4)  # [B, K / 8, 16, 4]
+        codes = torch.stack((halves & 15, halves >> 4), 3).permute(0, 2, 1, 3, 4).flatten(2)
+    else:
+        codes = packed.weights.view(blocks, -1, BLOCK_ROWS, 4).transpose(1, 2).flatten(2)
+    assert packed.scales is not None
+    scales = packed.scales.float().transpose(1, 2)[..., None]  # [B, 16, G, 1]
+    zero = ZERO_POINT[4 if packed.format == Format.INT4 else 8]
+    offsets = -zero * scales if packed.offsets is None else packed.offsets.float().transpose(1, 2)[..., None]
+    return (codes.float().unflatten(2, (-1, packed.group)) * scales + offsets).flatten(2)
+
+
 def interleaved_halves(num_rows: int) -> Tensor:
     """Order of the rows of a gate-up matrix in which blocks of 16 gate rows and 16 up rows alternate."""
     half = torch.arange(num_rows // 2).view(-1, BLOCK_ROWS)

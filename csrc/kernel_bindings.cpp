@@ -1,0 +1,92 @@
+// Single kernels for Python, one call each, without a program: what the contract tests drive. Addresses in, nothing owned.
+#include "kernel_bindings.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace triblade {
+namespace {
+
+template <class T> T* at(uintptr_t value) { return reinterpret_cast<T*>(value); }
+
+void norm(const Kernels& k, uintptr_t x, uintptr_t weight, float eps, int columns, uintptr_t gather, const Matrix& matrix, int tokens,
+          const Activations& out) {
+  k.norm(at<float>(x), at<float>(weight), eps, columns, at<int32_t>(gather), matrix, {0, tokens}, out);
+}
+
+void linear(const Kernels& k, const Matrix& matrix, const Activations& x, int tokens, int epilogue, std::pair<int, int> blocks,
+            uintptr_t y, int stride) {
+  std::vector<uint8_t> scratch(scratch_bytes(matrix.inputs, 16) + 64);
+  uint8_t* aligned = scratch.data() + 63 - (reinterpret_cast<uintptr_t>(scratch.data()) + 63) % 64;
+  k.linear(matrix, x, tokens, static_cast<Epilogue>(epilogue), {blocks.first, blocks.second}, at<float>(y), stride, aligned);
+}
+
+void rope_write(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, uintptr_t weights, float eps, const RopeTable& rope,
+                uintptr_t positions, uintptr_t slots, const LayerCache& cache, int tokens) {
+  k.rope_write(at<float>(qkv), shape, at<float>(weights), eps, rope.cos, rope.sin, rope.pairs, at<int32_t>(positions),
+               at<int32_t>(slots), cache, {0, tokens});
+}
+
+// `item` is sequence, KV head, first and last query, first and last key.
+void attend(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
+            std::vector<int> item, uintptr_t out, uintptr_t states) {
+  std::vector<uint8_t> scratch(scratch_bytes(16, shape.head_dim) + 64);
+  uint8_t* aligned = scratch.data() + 63 - (reinterpret_cast<uintptr_t>(scratch.data()) + 63) % 64;
+  k.attend(at<float>(qkv), shape, sequences, cache, {item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5)},
+           at<float>(out), static_cast<int64_t>(shape.heads) * shape.head_dim, at<float>(states), 2 * shape.heads,
+           reinterpret_cast<float*>(aligned));
+}
+
+void merge(const Kernels& k, uintptr_t partial, uintptr_t states, int parts, const AttentionShape& shape, int tokens, uintptr_t out) {
+  const int64_t heads = static_cast<int64_t>(tokens) * shape.heads;
+  k.merge(at<float>(partial), at<float>(states), parts, heads * shape.head_dim, 2 * heads, shape, {0, tokens}, at<float>(out));
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  nb::class_<Activations>(m, "Activations")
+      .def("__init__", [](Activations* self, uintptr_t codes, uintptr_t scales, uintptr_t sums, uintptr_t halves, uintptr_t floats) {
+        new (self) Activations{at<int8_t>(codes), at<float>(scales), at<int32_t>(sums), at<uint16_t>(halves), at<float>(floats)};
+      });
+  nb::class_<AttentionShape>(m, "AttentionShape")
+      .def("__init__", [](AttentionShape* self, int heads, int kv_heads, int head_dim, float scale, float softcap, int window) {
+        new (self) AttentionShape{heads, kv_heads, head_dim, scale, softcap, window};
+      });
+  nb::class_<Sequences>(m, "Sequences")
+      .def("__init__", [](Sequences* self, int count, uintptr_t first_row, uintptr_t length, uintptr_t block_table, int width) {
+        new (self) Sequences{count, at<int32_t>(first_row), at<int32_t>(length), at<int32_t>(block_table), width};
+      });
+  nb::class_<Kernels>(m, "Kernels")
+      .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
+      .def("embed",
+           [](const Kernels& k, const Matrix& table, uintptr_t ids, float scale, int columns, int tokens, uintptr_t out) {
+             k.embed(table, at<int32_t>(ids), scale, columns, {0, tokens}, at<float>(out));
+           })
+      .def("norm", norm)
+      .def("quantize",
+           [](const Kernels& k, uintptr_t x, int columns, const Matrix& matrix, int tokens, const Activations& out) {
+             k.quantize(at<float>(x), columns, matrix, {0, tokens}, out);
+           })
+      .def("linear", linear)
+      .def("norm_add",
+           [](const Kernels& k, uintptr_t x, uintptr_t weight, float eps, int columns, int tokens, uintptr_t residual) {
+             k.norm_add(at<float>(x), at<float>(weight), eps, columns, {0, tokens}, at<float>(residual));
+           })
+      .def("rope_write", rope_write)
+      .def("attend", attend)
+      .def("merge", merge)
+      .def("softcap", [](const Kernels& k, uintptr_t x, int64_t count, float cap) { k.softcap(at<float>(x), count, cap); });
+  m.def("kernels", [](const std::string& isa) { return kernels_for(isa.c_str()); }, "isa"_a, nb::rv_policy::reference,
+        "The kernels of one instruction set; None if this processor does not run it.");
+}
+
+}  // namespace triblade
