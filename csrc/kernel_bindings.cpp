@@ -22,11 +22,20 @@ void norm(const Kernels& k, uintptr_t x, uintptr_t weight, float eps, int column
   k.norm(at<float>(x), at<float>(weight), eps, columns, at<int32_t>(gather), matrix, {0, tokens}, out);
 }
 
+// Memory for a kernel, aligned as the program's is.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : bytes_(bytes + 64) {}
+  uint8_t* data() { return bytes_.data() + 63 - (reinterpret_cast<uintptr_t>(bytes_.data()) + 63) % 64; }
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
 void linear(const Kernels& k, const Matrix& matrix, const Activations& x, int tokens, int epilogue, std::pair<int, int> blocks,
             uintptr_t y, int stride) {
-  std::vector<uint8_t> scratch(scratch_bytes(matrix.inputs, 16) + 64);
-  uint8_t* aligned = scratch.data() + 63 - (reinterpret_cast<uintptr_t>(scratch.data()) + 63) % 64;
-  k.linear(matrix, x, tokens, static_cast<Epilogue>(epilogue), {blocks.first, blocks.second}, at<float>(y), stride, aligned);
+  Scratch scratch(scratch_bytes(matrix.inputs, 16, 1));
+  k.linear(matrix, x, tokens, static_cast<Epilogue>(epilogue), {blocks.first, blocks.second}, at<float>(y), stride, scratch.data());
 }
 
 void rope_write(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, uintptr_t weights, float eps, const RopeTable& rope,
@@ -35,19 +44,23 @@ void rope_write(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, ui
                at<int32_t>(slots), cache, {0, tokens});
 }
 
-// `item` is sequence, KV head, first and last query, first and last key.
-void attend(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-            std::vector<int> item, uintptr_t out, uintptr_t states) {
-  std::vector<uint8_t> scratch(scratch_bytes(16, shape.head_dim) + 64);
-  uint8_t* aligned = scratch.data() + 63 - (reinterpret_cast<uintptr_t>(scratch.data()) + 63) % 64;
-  k.attend(at<float>(qkv), shape, sequences, cache, {item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5)},
-           at<float>(out), static_cast<int64_t>(shape.heads) * shape.head_dim, at<float>(states), 2 * shape.heads,
-           reinterpret_cast<float*>(aligned));
+// Where T tokens' attention goes: piece after piece if there are states.
+AttentionOutput output_at(uintptr_t out, uintptr_t states, const AttentionShape& shape, int tokens) {
+  const int64_t rows = static_cast<int64_t>(tokens) * shape.heads;
+  return {at<float>(out), at<float>(states), rows * shape.head_dim, rows * 2};
 }
 
-void merge(const Kernels& k, uintptr_t partial, uintptr_t states, int parts, const AttentionShape& shape, int tokens, uintptr_t out) {
-  const int64_t heads = static_cast<int64_t>(tokens) * shape.heads;
-  k.merge(at<float>(partial), at<float>(states), parts, heads * shape.head_dim, 2 * heads, shape, {0, tokens}, at<float>(out));
+// `item` is sequence, KV head, first and last query, first and last piece.
+void attend(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
+            std::vector<int> item, uintptr_t out, uintptr_t states) {
+  const int keys = sequences.length[item.at(0)], tokens = sequences.first_row[sequences.count];
+  Scratch scratch(scratch_bytes(16, shape.head_dim, keys));
+  k.attend(at<float>(qkv), shape, sequences, cache, {item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5)},
+           output_at(out, states, shape, tokens), reinterpret_cast<float*>(scratch.data()));
+}
+
+void merge(const Kernels& k, uintptr_t partial, uintptr_t states, int pieces, const AttentionShape& shape, int tokens, uintptr_t out) {
+  k.merge(output_at(partial, states, shape, tokens), pieces, shape, {0, tokens}, at<float>(out));
 }
 
 }  // namespace
@@ -85,6 +98,7 @@ void bind_kernels(nb::module_& m) {
       .def("attend", attend)
       .def("merge", merge)
       .def("softcap", [](const Kernels& k, uintptr_t x, int64_t count, float cap) { k.softcap(at<float>(x), count, cap); });
+  m.attr("PIECE_KEYS") = kPieceKeys;
   m.def("kernels", [](const std::string& isa) { return kernels_for(isa.c_str()); }, "isa"_a, nb::rv_policy::reference,
         "The kernels of one instruction set; None if this processor does not run it.");
 }

@@ -86,11 +86,21 @@ struct AttentionShape {
   int window;            // 0: none
 };
 
-// A part of the keys of one sequence for one KV head and some of its queries; `out` is normalised if `states` is null.
+constexpr int kPieceKeys = 256;   // keys are summed up in pieces of this many, then the pieces are merged, whoever computed them
+constexpr int kRowsPerItem = 12;  // queries times heads of a group that share a read of the keys
+
+// Some queries of one sequence against some pieces of its keys, for one KV head.
 struct AttentionItem {
   int sequence, kv_head;
   int query_begin, query_end;  // within the sequence's new tokens
-  int key_begin, key_end;      // multiples of 16, but the last
+  int piece_begin, piece_end;
+};
+
+// Where attention goes: merged to out [T, H, D], or, with states, piece by piece for `Kernels::merge`.
+struct AttentionOutput {
+  float* out = nullptr;     // [T, H, D], or [pieces, T, H, D]
+  float* states = nullptr;  // [pieces, T, H, 2]: highest score and sum of weights
+  int64_t piece_stride = 0, states_stride = 0;
 };
 
 struct Kernels {
@@ -118,13 +128,12 @@ struct Kernels {
   void (*rope_write)(float* qkv, const AttentionShape& shape, const float* norm, float eps, const float* cos, const float* sin,
                      int rotary_pairs, const int32_t* positions, const int32_t* slots, const LayerCache& cache, Share tokens);
 
-  // Attention of one item. queries in qkv; out [T, H D]; states [H, 2] per token and part (highest score, sum) for parts of a sequence.
+  // Attention of one item's queries, which lie in qkv.
   void (*attend)(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-                 const AttentionItem& item, float* out, int64_t out_stride, float* states, int64_t states_stride, float* scratch);
+                 const AttentionItem& item, const AttentionOutput& output, float* scratch);
 
-  // Join `parts` partial results: out[t] = sum_i weight_i * partial[i][t].
-  void (*merge)(const float* partial, const float* states, int parts, int64_t part_stride, int64_t part_states_stride,
-                const AttentionShape& shape, Share tokens, float* out);
+  // Join `count` pieces: out [T, H, D].
+  void (*merge)(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out);
 
   // softcap * tanh(x / softcap), in place.
   void (*softcap)(float* x, int64_t count, float cap);
@@ -145,6 +154,6 @@ const Kernels* kernels_for(const char* name);
 const Kernels* kernels_at(int rank);
 
 // Bytes of scratch that one member needs for `linear` and `attend`.
-int64_t scratch_bytes(int max_inputs, int head_dim);
+int64_t scratch_bytes(int max_inputs, int head_dim, int max_keys);
 
 }  // namespace triblade

@@ -15,7 +15,7 @@ constexpr int kTile = 16;         // rows of a block, tokens of a cache tile
 constexpr int kTokenTile = 8;     // tokens multiplied together
 constexpr int kUnpackFrom = 24;   // tokens from which a block is unpacked to bytes once
 constexpr int kKeyChunk = 128;    // keys whose scores are held together
-constexpr int kMaxRows = 12;      // queries times heads of a group attended together
+constexpr int kMaxRows = kRowsPerItem;
 constexpr float kMinusInfinity = -1e30f;
 
 inline float to_bf16_float(float x) {
@@ -99,7 +99,10 @@ inline void quantize_group(const float* x, int count, int8_t* codes, float* scal
     store_int8(codes + c, code);
     codes_sum = add(codes_sum, code);
   }
-  *total = static_cast<int32_t>(sum(codes_sum));
+  const float all = sum(codes_sum);
+  const bool finite = all == all;  // infinities times zero and NaNs end here; their row stays NaN to the logits
+  if (!finite) *scale = all;
+  *total = finite ? static_cast<int32_t>(all) : 0;
 }
 
 // A row of `columns` floats (readable up to the padded width) in the form that `matrix` multiplies.
@@ -228,9 +231,8 @@ inline void integer_tile(const Matrix& matrix, int block, const uint8_t* w, cons
     for (int k = 0; k < group; k += 8, input += 8) {
       w = Source::next8(w, [&](const B& first, const B& second) {
         for (int m = 0; m < M; m++) {
-          int32_t four[2];
-          std::memcpy(four, input + static_cast<int64_t>(m) * inputs, 8);
-          total[m] = dot(dot(total[m], first, four[0]), second, four[1]);
+          const int8_t* x8 = input + static_cast<int64_t>(m) * inputs;
+          total[m] = dot(dot(total[m], first, x8), second, x8 + 4);
         }
       });
     }
@@ -247,11 +249,7 @@ template <int M> inline void bf16_tile(const Matrix& matrix, const uint8_t* w, c
   for (int m = 0; m < M; m++) out[m] = zero();
   for (int k = 0; k < matrix.inputs; k += 2, w += 64) {
     const B pairs = load_bytes(w);
-    for (int m = 0; m < M; m++) {
-      uint32_t pair;
-      std::memcpy(&pair, input + static_cast<int64_t>(m) * matrix.inputs + k, 4);
-      out[m] = dot_bf16(out[m], pairs, pair);
-    }
+    for (int m = 0; m < M; m++) out[m] = dot_bf16(out[m], pairs, input + static_cast<int64_t>(m) * matrix.inputs + k);
   }
 }
 
@@ -461,11 +459,7 @@ template <int R> inline void score_tile(const Queries& q, int r0, const uint8_t*
     for (int r = 0; r < R; r++) total[r] = set_int(-128 * q.sum[r0 + r]);
     for (int d = 0; d < dim; d += 4, keys += 64) {
       const B tile = flip_signs(load_bytes(keys));
-      for (int r = 0; r < R; r++) {
-        int32_t four;
-        std::memcpy(&four, q.codes + (r0 + r) * dim + d, 4);
-        total[r] = dot(total[r], tile, four);
-      }
+      for (int r = 0; r < R; r++) total[r] = dot(total[r], tile, q.codes + (r0 + r) * dim + d);
     }
     const F step = load_half(key_scales);
     for (int r = 0; r < R; r++) scores[r] = mul(to_float(total[r]), mul(step, set(q.scale[r0 + r])));
@@ -474,11 +468,7 @@ template <int R> inline void score_tile(const Queries& q, int r0, const uint8_t*
   for (int r = 0; r < R; r++) scores[r] = zero();
   for (int d = 0; d < dim; d += 2, keys += 64) {
     const B tile = load_bytes(keys);
-    for (int r = 0; r < R; r++) {
-      uint32_t pair;
-      std::memcpy(&pair, q.halves + (r0 + r) * dim + d, 4);
-      scores[r] = dot_bf16(scores[r], tile, pair);
-    }
+    for (int r = 0; r < R; r++) scores[r] = dot_bf16(scores[r], tile, q.halves + (r0 + r) * dim + d);
   }
   for (int r = 0; r < R; r++) scores[r] = mul(scores[r], set(q.scale[r0 + r]));
 }
@@ -499,7 +489,12 @@ struct Keys {
   const uint16_t* value_scales(int key) const { return cache.scale_tile(cache.value_scales, block(key), tile(key), head); }
 };
 
-struct Accumulator {  // of the online softmax (Milakov and Gimelshein 2018), per query
+// Blocks lie a whole row apart, where the processor does not look ahead by itself: ask for a tile of a plane before its turn.
+inline void prefetch_tile(const uint8_t* tile, int bytes) {
+  for (int i = 0; i < bytes; i += 64) prefetch(tile + i);
+}
+
+struct Accumulator {  // of the online softmax (Milakov and Gimelshein 2018), per query, for one piece of the keys
   float top[kMaxRows], total[kMaxRows];
   float* out;  // [R, D]
 };
@@ -507,9 +502,10 @@ struct Accumulator {  // of the online softmax (Milakov and Gimelshein 2018), pe
 // Scores of all queries against the tiles of one chunk of keys, masked: scores [R, kKeyChunk].
 inline void score_chunk(const Queries& q, const Keys& keys, const AttentionShape& shape, int begin, int end, float* scores) {
   const int dim = shape.head_dim;
-  alignas(64) static const float ramp[kTile] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  (void)ramp;
+  const int tile_bytes = kTile * dim * (keys.cache.cache == Cache::kInt8 ? 1 : 2);
   for (int key = begin; key < end; key += kTile) {
+    prefetch_tile(keys.values(key), tile_bytes);
+    if (key + 2 * kTile < end) prefetch_tile(keys.keys(key + 2 * kTile), tile_bytes);
     F tile[kMaxRows];
     int r = 0;
     for (; r + 3 <= q.rows; r += 3) score_tile<3>(q, r, keys.keys(key), keys.key_scales(key), dim, tile + r);
@@ -537,7 +533,8 @@ inline bool weigh(float* scores, int count, Accumulator& acc, int r, int dim) {
   const float new_top = std::max(acc.top[r], chunk_top);
   F total = zero();
   for (int i = 0; i < count; i += kTile) {
-    const F weight = exp(sub(load(scores + i), set(new_top)));
+    const F difference = sub(load(scores + i), set(new_top));
+    const F weight = zero_below(exp(difference), difference, -86.0f);  // exactly nothing for a key that is not seen
     store(scores + i, weight);
     total = add(total, weight);
   }
@@ -558,7 +555,8 @@ inline void add_values_bf16(const float* weights, const Keys& keys, int begin, i
     for (int r = 0; r < R; r++) total[r] = load(out + r * dim + d);
     for (int key = begin; key < end; key += kTile) {
       const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key)) + d;
-      for (int i = 0; i < kTile; i++, values += dim) {
+      const int count = std::min(kTile, end - key);  // what lies behind is of a former owner, and may be NaN
+      for (int i = 0; i < count; i++, values += dim) {
         const F value = load_bf16(values);
         for (int r = 0; r < R; r++) total[r] = fma(value, set(weights[r * kKeyChunk + key - begin + i]), total[r]);
       }
@@ -583,11 +581,7 @@ inline void add_values_int8(float* weights, const Keys& keys, int begin, int end
     const float largest = highest(top);
     step[r] = largest / 255.0f;
     const F inverse = set(largest > 0 ? 255.0f / largest : 0.0f);
-    for (int i = 0; i < end - begin; i += kTile) {
-      alignas(64) int8_t bytes[kTile];
-      store_int8(bytes, sub(round(mul(load(row + i), inverse)), set(128.0f)));  // unsigned as signed, shifted
-      for (int j = 0; j < kTile; j++) codes[r][i + j] = static_cast<uint8_t>(bytes[j] + 128);
-    }
+    for (int i = 0; i < end - begin; i += kTile) store_uint8(codes[r] + i, round(mul(load(row + i), inverse)));
   }
   for (int d = 0; d < dim; d += kTile) {
     I total[R];
@@ -596,11 +590,7 @@ inline void add_values_int8(float* weights, const Keys& keys, int begin, int end
       const uint8_t* values = keys.values(key) + 4 * d;
       for (int i = 0; i < kTile; i += 4, values += 4 * dim) {
         const B tile = load_bytes(values);
-        for (int r = 0; r < R; r++) {
-          int32_t four;
-          std::memcpy(&four, codes[r] + key - begin + i, 4);
-          total[r] = dot_signed(total[r], four, tile);
-        }
+        for (int r = 0; r < R; r++) total[r] = dot_signed(total[r], codes[r] + key - begin + i, tile);
       }
     }
     for (int r = 0; r < R; r++) store(out + r * dim + d, fma(to_float(total[r]), set(step[r]), load(out + r * dim + d)));
@@ -616,9 +606,12 @@ inline void add_values(float* weights, const Keys& keys, int begin, int end, int
   }
 }
 
-inline void attend_queries(const Queries& q, const Keys& keys, const AttentionShape& shape, int begin, int end, Accumulator& acc,
-                           float* scores) {
+inline void attend_piece(const Queries& q, const Keys& keys, const AttentionShape& shape, int begin, int end, Accumulator& acc,
+                         float* scores) {
   const int dim = shape.head_dim;
+  std::fill_n(acc.out, q.rows * dim, 0.0f);
+  std::fill_n(acc.top, q.rows, kMinusInfinity);
+  std::fill_n(acc.total, q.rows, 0.0f);
   for (int chunk = begin; chunk < end; chunk += kKeyChunk) {
     const int stop = std::min(end, chunk + kKeyChunk), padded = chunk + (stop - chunk + kTile - 1) / kTile * kTile;
     score_chunk(q, keys, shape, chunk, stop, scores);
@@ -626,68 +619,83 @@ inline void attend_queries(const Queries& q, const Keys& keys, const AttentionSh
       if (!weigh(scores + r * kKeyChunk, padded - chunk, acc, r, dim)) std::fill_n(scores + r * kKeyChunk, kKeyChunk, 0.0f);
     }
     int r = 0;
-    for (; r + 3 <= q.rows; r += 3) add_values<3>(scores + r * kKeyChunk, keys, chunk, padded, dim, acc.out + r * dim);
-    for (; r < q.rows; r++) add_values<1>(scores + r * kKeyChunk, keys, chunk, padded, dim, acc.out + r * dim);
+    for (; r + 3 <= q.rows; r += 3) add_values<3>(scores + r * kKeyChunk, keys, chunk, stop, dim, acc.out + r * dim);
+    for (; r < q.rows; r++) add_values<1>(scores + r * kKeyChunk, keys, chunk, stop, dim, acc.out + r * dim);
   }
 }
 
+// target = sum of w_i * piece i / sum of w_i * total i with w_i = e^(top i - highest top). States are pairs (top, total).
+inline void merge_pieces(const float* outs, int64_t out_stride, const float* states, int64_t states_stride, int pieces, int dim,
+                         float* target) {
+  float top = kMinusInfinity, total = 0;
+  for (int p = 0; p < pieces; p++) top = std::max(top, states[p * states_stride]);
+  std::fill_n(target, dim, 0.0f);
+  for (int p = 0; p < pieces; p++) {
+    if (states[p * states_stride] <= kMinusInfinity) continue;
+    const float weight = std::exp(states[p * states_stride] - top);
+    total = std::fma(weight, states[p * states_stride + 1], total);
+    for (int d = 0; d < dim; d += kTile) {
+      store(target + d, fma(set(weight), load(outs + p * out_stride + d), load(target + d)));
+    }
+  }
+  const F divisor = set(total);
+  for (int d = 0; d < dim; d += kTile) store(target + d, div(load(target + d), divisor));
+}
+
 void attend(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-            const AttentionItem& item, float* out, int64_t out_stride, float* states, int64_t states_stride, float* scratch) {
+            const AttentionItem& item, const AttentionOutput& output, float* scratch) {
   const int dim = shape.head_dim, per_group = shape.heads / shape.kv_heads, width = (shape.heads + 2 * shape.kv_heads) * dim;
   const int first_row = sequences.first_row[item.sequence];
   const int new_tokens = sequences.first_row[item.sequence + 1] - first_row;
   const int first_position = sequences.length[item.sequence] - new_tokens;
   const Keys keys{cache, sequences.block_table + static_cast<int64_t>(item.sequence) * sequences.width, item.kv_head};
   static thread_local Queries q;
-  const int queries = item.query_end - item.query_begin, total = queries * per_group;
+  const int total = (item.query_end - item.query_begin) * per_group, pieces = item.piece_end - item.piece_begin;
+  float* scores = scratch;
+  float* outs = scores + kMaxRows * kKeyChunk;  // [pieces, R, D]
+  float* states = outs + static_cast<int64_t>(pieces) * kMaxRows * dim;  // [pieces, R, 2]
   for (int first = 0; first < total; first += kMaxRows) {
     q.rows = 0;
-    Accumulator acc;
-    acc.out = scratch;
-    int begin = item.key_end, end = item.key_begin;
-    const int count = std::min(kMaxRows, total - first);
-    for (int n = first; n < first + count; n++) {
+    int first_key = sequences.length[item.sequence], last_key = 0;
+    for (int n = first; n < std::min(first + kMaxRows, total); n++) {
       const int token = item.query_begin + n / per_group, head = item.kv_head * per_group + n % per_group;
       load_query(q, qkv + static_cast<int64_t>(first_row + token) * width + head * dim, shape, cache.cache, first_position + token);
-      const int r = q.rows - 1;
-      acc.top[r] = kMinusInfinity, acc.total[r] = 0;
-      begin = std::min(begin, std::max(item.key_begin, q.first_key[r] / kTile * kTile));
-      end = std::max(end, std::min(item.key_end, q.last_key[r] + 1));
+      first_key = std::min(first_key, q.first_key[q.rows - 1]);
+      last_key = std::max(last_key, q.last_key[q.rows - 1]);
     }
-    std::fill_n(acc.out, count * dim, 0.0f);
-    if (begin < end) attend_queries(q, keys, shape, begin, end, acc, scratch + kMaxRows * dim);
-    for (int n = first; n < first + count; n++) {
-      const int token = item.query_begin + n / per_group, head = item.kv_head * per_group + n % per_group, r = n - first;
-      const int64_t row = first_row + token;
-      float* target = out + row * out_stride + head * dim;
-      const float inverse = states ? 1.0f : 1.0f / acc.total[r];
-      for (int d = 0; d < dim; d++) target[d] = acc.out[r * dim + d] * inverse;
-      if (states) {
-        states[row * states_stride + 2 * head] = acc.top[r];
-        states[row * states_stride + 2 * head + 1] = acc.total[r];
+    for (int p = 0; p < pieces; p++) {
+      // Chunks begin at multiples of their size whatever is computed beside, so that a row's bits never depend on it.
+      const int piece = (item.piece_begin + p) * kPieceKeys;
+      Accumulator acc;
+      acc.out = outs + static_cast<int64_t>(p) * kMaxRows * dim;
+      attend_piece(q, keys, shape, std::max(piece, first_key / kKeyChunk * kKeyChunk), std::min(piece + kPieceKeys, last_key + 1), acc,
+                   scores);
+      for (int r = 0; r < q.rows; r++) {
+        states[(p * kMaxRows + r) * 2] = acc.top[r];
+        states[(p * kMaxRows + r) * 2 + 1] = acc.total[r];
+      }
+    }
+    for (int r = 0; r < q.rows; r++) {
+      const int token = item.query_begin + (first + r) / per_group, head = item.kv_head * per_group + (first + r) % per_group;
+      const int64_t at = static_cast<int64_t>(first_row + token) * shape.heads + head;
+      if (!output.states) {
+        merge_pieces(outs + r * dim, kMaxRows * dim, states + r * 2, kMaxRows * 2, pieces, dim, output.out + at * dim);
+        continue;
+      }
+      for (int p = 0; p < pieces; p++) {
+        const int64_t piece = item.piece_begin + p;
+        std::memcpy(output.out + piece * output.piece_stride + at * dim, outs + (static_cast<int64_t>(p) * kMaxRows + r) * dim,
+                    sizeof(float) * dim);
+        std::memcpy(output.states + piece * output.states_stride + at * 2, states + (p * kMaxRows + r) * 2, sizeof(float) * 2);
       }
     }
   }
 }
 
-void merge(const float* partial, const float* states, int parts, int64_t part_stride, int64_t part_states_stride,
-           const AttentionShape& shape, Share tokens, float* out) {
-  const int dim = shape.head_dim, heads = shape.heads;
-  for (int t = tokens.begin; t < tokens.end; t++) {
-    for (int h = 0; h < heads; h++) {
-      const float* state = states + static_cast<int64_t>(t) * 2 * heads + 2 * h;
-      float top = kMinusInfinity, total = 0;
-      for (int p = 0; p < parts; p++) top = std::max(top, state[p * part_states_stride]);
-      float* target = out + (static_cast<int64_t>(t) * heads + h) * dim;
-      std::fill_n(target, dim, 0.0f);
-      for (int p = 0; p < parts; p++) {
-        const float weight = std::exp(state[p * part_states_stride] - top);
-        total += weight * state[p * part_states_stride + 1];
-        const float* source = partial + p * part_stride + (static_cast<int64_t>(t) * heads + h) * dim;
-        for (int d = 0; d < dim; d++) target[d] += weight * source[d];
-      }
-      for (int d = 0; d < dim; d++) target[d] /= total;
-    }
+void merge(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out) {
+  for (int64_t at = static_cast<int64_t>(tokens.begin) * shape.heads; at < static_cast<int64_t>(tokens.end) * shape.heads; at++) {
+    merge_pieces(pieces.out + at * shape.head_dim, pieces.piece_stride, pieces.states + at * 2, pieces.states_stride, count,
+                 shape.head_dim, out + at * shape.head_dim);
   }
 }
 

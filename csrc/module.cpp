@@ -47,6 +47,9 @@ NB_MODULE(_native, m) {
     return names;
   }, "The instruction sets that this processor runs, best first.");
 
+  m.def("advise_huge_pages", [](uintptr_t start, int64_t bytes) { advise_huge_pages(reinterpret_cast<void*>(start), bytes); },
+        "Ask for huge pages under memory that is not touched yet; a wish, not a promise.");
+
   nb::class_<Matrix>(m, "Matrix").def_ro("rows", &Matrix::rows).def_ro("inputs", &Matrix::inputs);
   m.def("matrix", make_matrix, "format"_a, "rows"_a, "inputs"_a, "group"_a, "weights"_a, "scales"_a, "offsets"_a, "bias"_a);
 
@@ -71,16 +74,16 @@ NB_MODULE(_native, m) {
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa, int threads, int spin_us, std::vector<int> cores, int max_tokens, int max_rows,
-              int hidden, int intermediate, int vocabulary, int max_inputs, int heads, int kv_heads, int head_dim, float scale,
+              int hidden, int intermediate, int vocabulary, int max_inputs, int max_keys, int heads, int kv_heads, int head_dim, float scale,
               float softcap) {
              TeamOptions team{threads, spin_us, std::move(cores)};
              ProgramShape shape{max_tokens, max_rows,   hidden,
-                                intermediate, vocabulary, max_inputs,
+                                intermediate, vocabulary, max_inputs, max_keys,
                                 {heads, kv_heads, head_dim, scale, softcap, 0}};
              new (self) Program(kernels_or_throw(isa), team, shape);
            },
            nb::kw_only(), "isa"_a, "threads"_a, "spin_us"_a, "cores"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a,
-           "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
+           "vocabulary"_a, "max_inputs"_a, "max_keys"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)

@@ -12,23 +12,30 @@ namespace triblade {
 namespace {
 
 constexpr int kMaxLayers = 1024;
-constexpr int kMaxParts = 8;        // pieces a sequence's keys are split into
-constexpr int kMaxSplitTokens = 16; // steps with more tokens have enough items without splitting
-constexpr int kItemsPerMember = 4;  // enough for the members to finish together
-constexpr int kKeyUnit = 128;
-constexpr int kRowsPerItem = 12;    // queries times heads of a group
+constexpr int kMaxSplitTokens = 16;      // steps with more tokens have enough items without splitting sequences
+constexpr int64_t kMaxSplitPieces = 256;  // tokens times pieces that the buffer for split sequences holds
+constexpr int kItemsPerMember = 4;       // enough for the members to finish together
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
+void advise_huge_pages(void* start, int64_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t page = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(start) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(start) + bytes) / page * page;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)start, (void)bytes;
+#endif
+}
+
 Arena::Arena(int64_t bytes) : bytes_(std::max<int64_t>((bytes + kHugePage - 1) / kHugePage * kHugePage, kHugePage)) {
   data_ = static_cast<uint8_t*>(std::aligned_alloc(kHugePage, bytes_));
   if (!data_) throw std::bad_alloc();
-#ifdef __linux__
-  madvise(data_, bytes_, MADV_HUGEPAGE);
-#endif
+  advise_huge_pages(data_, bytes_);
 }
 
 Arena::~Arena() { std::free(data_); }
@@ -39,7 +46,7 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   const int64_t tokens = shape.max_tokens, rows = std::max(shape.max_tokens, shape.max_rows), inputs = shape.max_inputs;
   const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
   const int64_t qkv = heads + 2 * static_cast<int64_t>(attention.kv_heads) * attention.head_dim;
-  scratch_bytes_ = scratch_bytes(shape.max_inputs, attention.head_dim);
+  scratch_bytes_ = scratch_bytes(shape.max_inputs, attention.head_dim, shape.max_keys);
   int64_t offset = 0;
   std::vector<std::pair<void**, int64_t>> places;
   auto place = [&](auto** pointer, int64_t count) {
@@ -51,8 +58,8 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   place(&attended_, tokens * heads);
   place(&hidden_, tokens * shape.intermediate);
   place(&projected_, tokens * shape.hidden);
-  place(&partial_, kMaxParts * kMaxSplitTokens * heads);
-  place(&states_, int64_t{2} * kMaxParts * kMaxSplitTokens * attention.heads);
+  place(&partial_, kMaxSplitPieces * heads);
+  place(&states_, 2 * kMaxSplitPieces * attention.heads);
   place(&activations_.codes, rows * inputs);
   place(&activations_.scales, rows * inputs / 16);
   place(&activations_.sums, rows * inputs / 16);
@@ -61,8 +68,7 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   place(&scratch_, scratch_bytes_ * team_.size());
   arena_ = std::make_unique<Arena>(offset);
   for (auto& [pointer, at] : places) *pointer = arena_->data() + at;
-  const int64_t queries_per_item = std::max(1, kRowsPerItem * attention.kv_heads / std::max(1, attention.heads));
-  items_.reserve((tokens / queries_per_item + tokens + 1) * attention.kv_heads + kMaxParts * kMaxSplitTokens * attention.kv_heads);
+  items_.reserve((tokens + kMaxSplitPieces) * attention.kv_heads);
 }
 
 void Program::embed(const Matrix& table, float scale) {
@@ -97,10 +103,7 @@ void Program::attention(const LayerCache& cache, int window, const RopeTable& ro
   });
   calls_.push_back([=, this](int member) { attend_all(layer, cache, shape, member); });
   calls_.push_back([=, this](int member) {
-    if (parts_ > 1) {
-      const int64_t stride = static_cast<int64_t>(inputs_.tokens) * width, states = static_cast<int64_t>(inputs_.tokens) * 2 * shape.heads;
-      kernels_.merge(partial_, states_, parts_, stride, states, shape, tokens(member), attended_);
-    }
+    if (is_split_) kernels_.merge(pieces(), pieces_, shape, tokens(member), attended_);
     kernels_.quantize(attended_, width, next, tokens(member), activations_);
   });
 }
@@ -162,50 +165,46 @@ void Program::walk(void* context, int member) {
   }
 }
 
-// Cut the step's attention into items: queries that share keys stay together; few long sequences are split along their keys.
+// Cut the step's attention into items: queries that share keys stay together; a few long sequences are split along their keys. How
+// they are cut decides who computes a piece, never what it is.
 void Program::plan_attention() {
   const Sequences& sequences = inputs_.sequences;
   const AttentionShape& shape = shape_.attention;
   const int queries_per_item = std::max(1, kRowsPerItem * shape.kv_heads / shape.heads);
-  int pieces = 0, longest = 0;
+  int whole_items = 0, longest = 0;
   for (int s = 0; s < sequences.count; s++) {
     const int queries = sequences.first_row[s + 1] - sequences.first_row[s];
-    pieces += (queries + queries_per_item - 1) / queries_per_item * shape.kv_heads;
+    whole_items += (queries + queries_per_item - 1) / queries_per_item * shape.kv_heads;
     longest = std::max(longest, sequences.length[s]);
   }
-  const int wanted = team_.size() > 1 ? (kItemsPerMember * team_.size() + pieces - 1) / std::max(1, pieces) : 1;
-  const int units = (longest + kKeyUnit - 1) / kKeyUnit;
-  parts_ = inputs_.tokens <= kMaxSplitTokens ? std::max(1, std::min({wanted, units, kMaxParts})) : 1;
+  pieces_ = (longest + kPieceKeys - 1) / kPieceKeys;
+  is_split_ = pieces_ > 1 && team_.size() > 1 && whole_items < kItemsPerMember * team_.size() &&
+              inputs_.tokens <= kMaxSplitTokens && static_cast<int64_t>(inputs_.tokens) * pieces_ <= kMaxSplitPieces;
   items_.clear();
   for (int s = 0; s < sequences.count; s++) {
-    const int queries = sequences.first_row[s + 1] - sequences.first_row[s], length = sequences.length[s];
-    const int part = (length + kKeyUnit * parts_ - 1) / (kKeyUnit * parts_) * kKeyUnit;
+    const int queries = sequences.first_row[s + 1] - sequences.first_row[s];
+    const int pieces = is_split_ ? pieces_ : (sequences.length[s] + kPieceKeys - 1) / kPieceKeys;
+    const int step = is_split_ ? 1 : pieces;
     for (int q = 0; q < queries; q += queries_per_item) {
       for (int head = 0; head < shape.kv_heads; head++) {
-        for (int p = 0; p < parts_; p++) {
-          const int begin = std::min(p * part, (length + 15) / 16 * 16), end = std::min((p + 1) * part, length);
-          items_.push_back({s, head, q, std::min(q + queries_per_item, queries), begin, std::max(begin, end)});
-        }
+        for (int p = 0; p < pieces; p += step) items_.push_back({s, head, q, std::min(q + queries_per_item, queries), p, p + step});
       }
     }
   }
 }
 
+AttentionOutput Program::pieces() const {
+  const int64_t rows = static_cast<int64_t>(inputs_.tokens) * shape_.attention.heads;
+  return {partial_, states_, rows * shape_.attention.head_dim, rows * 2};
+}
+
 void Program::attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member) {
-  const int64_t width = static_cast<int64_t>(shape.heads) * shape.head_dim;
   auto* scratch = reinterpret_cast<float*>(scratch_ + member * scratch_bytes_);
+  const AttentionOutput output = is_split_ ? pieces() : AttentionOutput{attended_};
   for (;;) {
     const int n = next_item_[layer].fetch_add(1, std::memory_order_relaxed);
     if (n >= static_cast<int>(items_.size())) return;
-    const AttentionItem& item = items_[n];
-    if (parts_ == 1) {
-      kernels_.attend(qkv_, shape, inputs_.sequences, cache, item, attended_, width, nullptr, 0, scratch);
-      continue;
-    }
-    const int part = n % parts_;
-    float* out = partial_ + part * static_cast<int64_t>(inputs_.tokens) * width;
-    float* states = states_ + part * static_cast<int64_t>(inputs_.tokens) * 2 * shape.heads;
-    kernels_.attend(qkv_, shape, inputs_.sequences, cache, item, out, width, states, 2 * shape.heads, scratch);
+    kernels_.attend(qkv_, shape, inputs_.sequences, cache, items_[n], output, scratch);
   }
 }
 

@@ -20,6 +20,7 @@ struct ProgramShape {
   int intermediate = 0;
   int vocabulary = 0;
   int max_inputs = 0;  // widest input of a matrix, padding included
+  int max_keys = 0;    // longest sequence
   AttentionShape attention{};  // window is per layer
 };
 
@@ -36,6 +37,9 @@ struct RopeTable {
   const float* sin = nullptr;
   int pairs = 0;
 };
+
+// Ask for huge pages under the whole pages of a piece of memory: fewer look-ups of addresses, and prefetching beyond 4 KiB.
+void advise_huge_pages(void* start, int64_t bytes);
 
 // Memory in one piece, aligned, with huge pages where the system has them.
 class Arena {
@@ -78,6 +82,7 @@ class Program {
   Share tokens(int member) const { return share(inputs_.tokens, 1, member, team_.size()); }
   void record_linear(const Matrix& matrix, Epilogue epilogue, float* out, int stride);
   void plan_attention();
+  AttentionOutput pieces() const;
   void attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member);
   static void walk(void* context, int member);
 
@@ -95,7 +100,8 @@ class Program {
 
   StepInputs inputs_;
   std::vector<AttentionItem> items_;
-  int parts_ = 1;
+  int pieces_ = 1;        // of the longest sequence
+  bool is_split_ = false;  // pieces of a sequence are items of their own
   std::unique_ptr<std::atomic<int>[]> next_item_;  // per layer
   int layers_ = 0;
 

@@ -13,7 +13,7 @@
 namespace triblade {
 namespace {
 
-constexpr int kSpinsBeforeYield = 4096;  // about 50 us; a barrier is usually over in well under one
+constexpr int kSpinsBeforeSleep = 2048;  // tens of microseconds; a barrier is usually over in well under one
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -72,15 +72,19 @@ void Team::barrier() {
   const uint32_t phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
+    phase_.store(phase + 1);  // sequentially consistent with sleepers_: whoever goes to sleep after this sees the new phase
+    if (sleepers_.load() > 0) phase_.notify_all();
     return;
   }
   for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < kSpinsBeforeYield) {
+    if (spins < kSpinsBeforeSleep) {
       pause();
-    } else {
-      std::this_thread::yield();
+      continue;
     }
+    // The others are not running: another process has their core. Leaving this one lets the system move them here.
+    sleepers_.fetch_add(1);
+    phase_.wait(phase);
+    sleepers_.fetch_sub(1);
   }
 }
 

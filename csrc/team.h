@@ -1,7 +1,7 @@
 // A team of threads that run the same function side by side and meet at barriers.
 //
-// The caller is member 0. Between runs the others spin for a moment, then park; at a barrier a member spins, then yields, so that
-// another process on the same core slows a run down but never stops it. One team belongs to one engine; nothing is shared.
+// The caller is member 0. Between runs the others spin for a moment, then park; at a barrier a member spins, then sleeps, so that
+// another process on the same core slows a run down but does not stop it. One team belongs to one engine; nothing is shared.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -46,6 +46,7 @@ class Team {
   alignas(64) std::atomic<uint32_t> phase_{0};
   std::atomic<bool> stop_{false};
   std::atomic<int> parked_{0};
+  std::atomic<int> sleepers_{0};  // members asleep in a barrier
   void (*function_)(void*, int) = nullptr;
   void* context_ = nullptr;
   std::mutex mutex_;

@@ -30,6 +30,10 @@ inline F round(F x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
 }
+inline F zero_below(F value, F x, float limit) {
+  const __m256 least = _mm256_set1_ps(limit);
+  return {_mm256_and_ps(value.a, _mm256_cmp_ps(x.a, least, _CMP_GE_OQ)), _mm256_and_ps(value.b, _mm256_cmp_ps(x.b, least, _CMP_GE_OQ))};
+}
 inline float sum(F x) {
   __m256 both = _mm256_add_ps(x.a, x.b);
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
@@ -66,6 +70,13 @@ inline void store_int8(int8_t* p, F rounded) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
+inline void store_uint8(uint8_t* p, F rounded) {
+  const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(rounded.a), _mm256_cvtps_epi32(rounded.b));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
 inline B load_bytes(const void* p) {
   const auto* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
@@ -74,6 +85,7 @@ inline void store_bytes(void* p, B x) {
   auto* q = static_cast<__m256i*>(p);
   _mm256_storeu_si256(q, x.a), _mm256_storeu_si256(q + 1, x.b);
 }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline B low_nibbles(B x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
@@ -97,24 +109,28 @@ inline __m256i dot_half(__m256i sum, __m256i u, __m256i s) {
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 #endif
 }
-inline I dot(I sum, B unsigned_bytes, int32_t signed_4) {
-  const __m256i x = _mm256_set1_epi32(signed_4);
+typedef int32_t __attribute__((may_alias, aligned(1))) UnalignedInt;
+inline __m256i broadcast(const void* four_bytes) { return _mm256_set1_epi32(*static_cast<const UnalignedInt*>(four_bytes)); }
+inline I dot(I sum, B unsigned_bytes, const int8_t* signed_4) {
+  const __m256i x = broadcast(signed_4);
   return {dot_half(sum.a, unsigned_bytes.a, x), dot_half(sum.b, unsigned_bytes.b, x)};
 }
-inline I dot_signed(I sum, int32_t unsigned_4, B signed_bytes) {
-  const __m256i x = _mm256_set1_epi32(unsigned_4);
+inline I dot_signed(I sum, const uint8_t* unsigned_4, B signed_bytes) {
+  const __m256i x = broadcast(unsigned_4);
   return {dot_half(sum.a, x, signed_bytes.a), dot_half(sum.b, x, signed_bytes.b)};
 }
 
-inline __m256 dot_bf16_half(__m256 sum, __m256i pairs, uint32_t pair) {
+inline __m256 dot_bf16_half(__m256 sum, __m256i pairs, __m256i x) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  const __m256 x_even = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(pair << 16)));
-  const __m256 x_odd = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(pair & 0xffff0000u)));
+  const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
+  const __m256 x_even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  const __m256 x_odd = _mm256_castsi256_ps(_mm256_and_si256(x, high));
   return _mm256_fmadd_ps(odd, x_odd, _mm256_fmadd_ps(even, x_even, sum));
 }
-inline F dot_bf16(F sum, B pairs, uint32_t pair) {
-  return {dot_bf16_half(sum.a, pairs.a, pair), dot_bf16_half(sum.b, pairs.b, pair)};
+inline F dot_bf16(F sum, B pairs, const uint16_t* pair) {
+  const __m256i x = broadcast(pair);
+  return {dot_bf16_half(sum.a, pairs.a, x), dot_bf16_half(sum.b, pairs.b, x)};
 }
 
 }  // namespace simd

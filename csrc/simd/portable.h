@@ -34,6 +34,8 @@ inline F round(const F& a) { return each([&](int i) { return std::nearbyint(a.v[
 inline F scale_by_power_of_2(const F& a, const F& n) {
   return each([&](int i) { return std::ldexp(a.v[i], static_cast<int>(n.v[i])); });
 }
+// value where x >= limit, 0 elsewhere.
+inline F zero_below(const F& value, const F& x, float limit) { return each([&](int i) { return x.v[i] >= limit ? value.v[i] : 0.0f; }); }
 inline float sum(const F& a) {
   float total = 0;
   for (float x : a.v) total += x;
@@ -65,6 +67,10 @@ inline void store_int8(int8_t* p, const F& rounded) {
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(std::clamp(rounded.v[i], -128.0f, 127.0f));
 }
 
+inline void store_uint8(uint8_t* p, const F& rounded) {
+  for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint8_t>(std::clamp(rounded.v[i], 0.0f, 255.0f));
+}
+
 inline B load_bytes(const void* p) {
   B out;
   std::memcpy(out.v, p, sizeof out.v);
@@ -76,30 +82,27 @@ template <class Function> inline B each_byte(const B& a, Function f) {
   for (int i = 0; i < 4 * kLanes; i++) out.v[i] = static_cast<uint8_t>(f(a.v[i]));
   return out;
 }
+inline void prefetch(const void*) {}
 inline B low_nibbles(const B& a) { return each_byte(a, [](uint8_t x) { return x & 15; }); }
 inline B high_nibbles(const B& a) { return each_byte(a, [](uint8_t x) { return x >> 4; }); }
 inline B flip_signs(const B& a) { return each_byte(a, [](uint8_t x) { return x ^ 0x80; }); }
 // sum + the dot product of each lane's four unsigned bytes with four signed ones, exact in 32 bits.
-inline I dot(I sum, const B& unsigned_bytes, int32_t signed_4) {
-  int8_t x[4];
-  std::memcpy(x, &signed_4, 4);
-  for (int i = 0; i < 4 * kLanes; i++) sum.v[i / 4] += unsigned_bytes.v[i] * x[i % 4];
+inline I dot(I sum, const B& unsigned_bytes, const int8_t* signed_4) {
+  for (int i = 0; i < 4 * kLanes; i++) sum.v[i / 4] += unsigned_bytes.v[i] * signed_4[i % 4];
   return sum;
 }
 // The same with the signs the other way round.
-inline I dot_signed(I sum, int32_t unsigned_4, const B& signed_bytes) {
-  uint8_t x[4];
-  std::memcpy(x, &unsigned_4, 4);
-  for (int i = 0; i < 4 * kLanes; i++) sum.v[i / 4] += x[i % 4] * static_cast<int8_t>(signed_bytes.v[i]);
+inline I dot_signed(I sum, const uint8_t* unsigned_4, const B& signed_bytes) {
+  for (int i = 0; i < 4 * kLanes; i++) sum.v[i / 4] += unsigned_4[i % 4] * static_cast<int8_t>(signed_bytes.v[i]);
   return sum;
 }
 // sum + the dot product of each lane's pair of bfloat16 with one pair.
-inline F dot_bf16(const F& sum, const B& pairs, uint32_t pair) {
+inline F dot_bf16(const F& sum, const B& pairs, const uint16_t* pair) {
+  const float even = bits_to_float(static_cast<uint32_t>(pair[0]) << 16), odd = bits_to_float(static_cast<uint32_t>(pair[1]) << 16);
   return each([&](int i) {
     uint32_t lane;
     std::memcpy(&lane, pairs.v + 4 * i, 4);
-    return sum.v[i] + bits_to_float(lane << 16) * bits_to_float(pair << 16) +
-           bits_to_float(lane & 0xffff0000u) * bits_to_float(pair & 0xffff0000u);
+    return sum.v[i] + bits_to_float(lane << 16) * even + bits_to_float(lane & 0xffff0000u) * odd;
   });
 }
 

@@ -116,6 +116,8 @@ def native_executor(config: EngineConfig, model: OpenModel, cache: KVCache, cont
         spin_us=config.spin_us,
         cores=list(config.cpu_cores),
     )
+    # From here on torch only samples. Its own threads would spin on the cores that the program's threads need.
+    torch.set_num_threads(1)
     return NativeExecutor(model.config, weights, cache, context_length, options)
 
 

@@ -7,7 +7,7 @@ as long as the program does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +18,7 @@ from triblade.engine.batch import FlatTokens
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.errors import UnsupportedError
 from triblade.kv.cache import KVCache
-from triblade.kv.layout import TILE_TOKENS
+from triblade.kv.layout import ALIGNMENT_BYTES, TILE_TOKENS
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
@@ -26,7 +26,7 @@ from triblade.ops.packing import BLOCK_ROWS, PackedMatrix
 
 _CACHES = {"bfloat16": 0, "int8": 1}
 _EPILOGUES = {"silu": 2, "gelu_tanh": 3}
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM, MAX_COLUMNS, MAX_LAYERS = 512, 65536, 1024  # as in csrc/
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,23 @@ def native_module() -> Any | None:
 
 def why_not_native(config: ModelConfig, kv_dtype: str, block_size: int) -> str | None:
     """What keeps the native kernels from running this, or None."""
+    widest = max(config.hidden_size, config.intermediate_size, config.q_size)
     checks = (
         (native_module() is None, "the native module was not built (no compiler at installation)"),
         (kv_dtype not in _CACHES, f"KV cache dtype {kv_dtype} (native: {', '.join(_CACHES)})"),
         (block_size % TILE_TOKENS != 0, f"block size {block_size} (native: a multiple of {TILE_TOKENS})"),
         (config.head_dim % BLOCK_ROWS != 0, f"head size {config.head_dim} (native: a multiple of {BLOCK_ROWS})"),
         (config.head_dim > MAX_HEAD_DIM, f"head size {config.head_dim} (native: at most {MAX_HEAD_DIM})"),
-        (config.hidden_size % BLOCK_ROWS != 0, f"hidden size {config.hidden_size}"),
-        (config.intermediate_size % BLOCK_ROWS != 0, f"intermediate size {config.intermediate_size}"),
+        (
+            config.hidden_size % BLOCK_ROWS != 0,
+            f"hidden size {config.hidden_size} (native: a multiple of {BLOCK_ROWS})",
+        ),
+        (
+            config.intermediate_size % BLOCK_ROWS != 0,
+            f"intermediate size {config.intermediate_size} (native: a multiple of {BLOCK_ROWS})",
+        ),
+        (widest > MAX_COLUMNS, f"{widest} columns (native: at most {MAX_COLUMNS})"),
+        (config.num_layers > MAX_LAYERS, f"{config.num_layers} layers (native: at most {MAX_LAYERS})"),
     )
     return next((reason for fails, reason in checks if fails), None)
 
@@ -84,16 +93,20 @@ class NativeExecutor:
     ) -> None:
         native = native_module()
         if native is None:
-            raise UnsupportedError("the native module was not built", hint="install a C++ compiler and reinstall triblade")
+            raise UnsupportedError(
+                "the native module was not built", hint="install a C++ compiler and reinstall triblade"
+            )
         self._native = native
+        _check_isa(options.isa, native.isas())
         self.name = f"native ({native.isa(options.isa)})"
         self.cache = cache
         self._config = config
-        self._weights = weights
+        native.advise_huge_pages(cache.pool.data_ptr(), cache.pool.nbytes)
+        self._weights = _in_one_piece(weights, native)
         self._ropes = [rope_table(rope, context_length) for rope in config.ropes]
         self._held: list[Tensor] = []
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
-        self._program = self._make_program(options)
+        self._program = self._make_program(options, context_length)
         self._record()
 
     @property
@@ -127,7 +140,7 @@ class NativeExecutor:
         self._program.logits(index.data_ptr(), len(rows), self._logits.data_ptr())
         return self._logits[: len(rows)]
 
-    def _make_program(self, options: NativeOptions) -> Any:
+    def _make_program(self, options: NativeOptions, context_length: int) -> Any:
         config = self._config
         return self._native.Program(
             isa=options.isa,
@@ -140,6 +153,7 @@ class NativeExecutor:
             intermediate=config.intermediate_size,
             vocabulary=config.vocab_size,
             max_inputs=max(matrix.num_inputs for matrix in self._matrices()),
+            max_keys=context_length,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -152,7 +166,9 @@ class NativeExecutor:
         eps = config.rms_norm_eps
         embedding = self._matrix(weights.embedding)
         # The scale is rounded to the weights' type first, as the models that have one were trained.
-        scale = float(torch.tensor(config.embedding_scale, dtype=torch.bfloat16)) if config.embedding_scale != 1 else 1.0
+        scale = (
+            float(torch.tensor(config.embedding_scale, dtype=torch.bfloat16)) if config.embedding_scale != 1 else 1.0
+        )
         program.embed(embedding, scale)
         ropes = [self._native.RopeTable(_address(cos), _address(sin), cos.shape[1]) for cos, sin in self._ropes]
         for index, layer in enumerate(weights.layers):
@@ -201,6 +217,43 @@ class NativeExecutor:
     def _matrices(self) -> list[PackedMatrix]:
         layers = [m for layer in self._weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return [self._weights.embedding, self._weights.head, *layers]
+
+
+def _check_isa(wanted: str, here: list[str]) -> None:
+    if wanted and wanted not in here:
+        raise UnsupportedError(
+            f"instruction set not on this processor or unknown: {wanted!r}",
+            hint=f"this processor runs: {', '.join(here)}",
+            param="isa",
+        )
+
+
+def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> DecoderWeights[PackedMatrix]:
+    """The same weights side by side in one allocation with huge pages, in the order in which a step reads them."""
+    layers = [m for layer in weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    matrices = {id(m): m for m in (*layers, weights.head, weights.embedding)}
+    parts = [(key, name, part) for key, matrix in matrices.items() for name, part in matrix.parts().items()]
+    sizes = [-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, _, part in parts]
+    arena = torch.empty(sum(sizes) + ALIGNMENT_BYTES, dtype=torch.uint8)
+    native.advise_huge_pages(arena.data_ptr(), arena.nbytes)
+    offset = -arena.data_ptr() % ALIGNMENT_BYTES
+    moved: dict[int, dict[str, Tensor]] = {}
+    for (key, name, part), size in zip(parts, sizes, strict=True):
+        place = arena[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
+        moved.setdefault(key, {})[name] = place.copy_(part)
+        offset += size
+
+    def new(matrix: PackedMatrix) -> PackedMatrix:
+        return replace(matrix, **moved[id(matrix)])
+
+    renewed = {key: new(matrix) for key, matrix in matrices.items()}
+    fields = ("qkv", "output", "gate_up", "down")
+    return DecoderWeights(
+        embedding=renewed[id(weights.embedding)],
+        layers=[replace(w, **{f: renewed[id(getattr(w, f))] for f in fields}) for w in weights.layers],
+        final_norm=weights.final_norm,
+        head=renewed[id(weights.head)],
+    )
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -74,8 +74,12 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.weights, self.scales, self.offsets, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self.parts().values())
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors there are, by field."""
+        named = {name: getattr(self, name) for name in ("weights", "scales", "offsets", "bias")}
+        return {name: part for name, part in named.items() if part is not None}
 
 
 def pack_quantized(matrix: QuantizedMatrix) -> PackedMatrix:
