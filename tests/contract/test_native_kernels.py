@@ -83,7 +83,9 @@ def test_dense_linear(ops: Ops, dtype: torch.dtype, inputs: int) -> None:
 def any_matrix(kind: str, rows: int, inputs: int) -> PackedMatrix:
     if kind in ("float32", "bfloat16"):
         return pack_dense(randn(rows, inputs, seed=1).to(getattr(torch, kind)), None)
-    return pack_quantized(random_codes(rows, inputs, 4 if kind.startswith("int4") else 8, 32, offsets=kind.endswith("z")))
+    return pack_quantized(
+        random_codes(rows, inputs, 4 if kind.startswith("int4") else 8, 32, offsets=kind.endswith("z"))
+    )
 
 
 KINDS = ["int4", "int4z", "int8", "int8z", "bfloat16", "float32"]
@@ -158,7 +160,9 @@ def test_norm_and_quantize(ops: Ops, kind: str, columns: int) -> None:
     normed = F.rms_norm(x, (columns,), weight, EPS)
     made = ops.norm(x, weight, matrix, EPS)
     twin = ops.quantize(normed, matrix)
-    step = normed.abs().amax(-1, keepdim=True) * (2**-8 if kind == "bfloat16" else 1e-5 if kind == "float32" else 1 / 127)
+    step = normed.abs().amax(-1, keepdim=True) * (
+        2**-8 if kind == "bfloat16" else 1e-5 if kind == "float32" else 1 / 127
+    )
     assert ((made.values() - twin.values()).abs() <= step * 1.01).all()  # a last bit may tip a rounding
     if kind != "float32":
         codes = "halves" if kind == "bfloat16" else "codes"

@@ -1,4 +1,4 @@
-"""The package builds with the native module where there is a compiler, and without it where there is none; wheels hold everything."""
+"""The package builds with the native module where there is a compiler, and without it where there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ def tool_folder(path: Path, *names: str) -> Path:
 def build_wheel(folder: Path, environment: dict[str, str], *settings: str) -> Path:
     """The wheel that pip builds from this source tree."""
     options = [f"--config-settings={setting}" for setting in settings]
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", *options, "-w", str(folder), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        *options,
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
     done = subprocess.run(build, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
@@ -52,7 +63,9 @@ def test_a_wheel_has_the_native_module_where_there_is_a_compiler(tmp_path: Path)
     assert "-none-any" not in wheel.name
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import triblade._native as n; print(n.__file__); print(n.isa())"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import triblade._native as n; print(n.__file__); print(n.isa())"
+    )
     run = [sys.executable, "-S", "-I", "-c", code, str(site)]
     file, isa = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     assert file.startswith(str(site / "triblade" / "_native"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ def native_matrix(packed: PackedMatrix) -> Any:
     return _native.matrix(int(packed.format), packed.num_rows, packed.num_inputs, packed.group, *parts)
 
 
-def random_codes(rows: int, inputs: int, bits: int, group: int, *, offsets: bool = False, bias: bool = False) -> QuantizedMatrix:
+def random_codes(
+    rows: int, inputs: int, bits: int, group: int, *, offsets: bool = False, bias: bool = False
+) -> QuantizedMatrix:
     """A quantized matrix that uses every code, with scales between 0.002 and 0.02."""
     generator = torch.Generator().manual_seed(rows + inputs)
     codes = torch.randint(0, 2**bits, (rows, inputs), generator=generator).to(torch.uint8)
@@ -104,7 +107,7 @@ class Ops:
         y = torch.full((x.tokens, width), torch.nan) if y is None else y
         blocks, unit = -(-matrix.num_rows // 16), 2 if gated else 1
         edges = [blocks // unit * member // members * unit for member in range(members)] + [blocks]
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             self.kernels.linear(native_matrix(matrix), x.native, x.tokens, epilogue, (begin, end), address(y), width)
         return y
 

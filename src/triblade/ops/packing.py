@@ -1,7 +1,7 @@
 """Matrices in the layout that the native kernels read: 16 output rows side by side, inputs in the order of the dot instructions.
 
-The layouts are those described in `csrc/kernels.h`; `unpack` is the inverse and the kernels' twin in tests. Knows nothing of how the
-numbers were quantized. Outputs are padded to whole blocks of 16 rows, inputs to whole groups; padding is zero.
+The layouts are those described in `csrc/kernels.h`; `unpack` is the inverse and the kernels' twin in tests. Knows nothing of how
+the numbers were quantized. Outputs are padded to whole blocks of 16 rows, inputs to whole groups; padding is zero.
 """
 
 from __future__ import annotations
