@@ -38,8 +38,8 @@ native: $(READY)
 	touch $(NATIVE)
 
 # The kernels and the thread team under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
-sanitize:
-	csrc/tests/sanitize.sh
+sanitize: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" csrc/tests/sanitize.sh
 
 fmt: setup
 	$(BIN)/ruff check --fix --quiet .

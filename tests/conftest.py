@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from hypothesis import settings
 
 # The native kernels are tested where they were built. CI builds them with `make native`, which fails where it cannot.
