@@ -46,6 +46,7 @@ ENVIRONMENT = """\
 |---|---|
 | `TRIBLADE_API_KEY` | one more API key for `serve` |
 | `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
+| `TRIBLADE_ISA` | instruction set of the native kernels, as `--isa`, which goes before it |
 | `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
 """
 

@@ -52,7 +52,9 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     plan = plan_for(config, model, layout, weight_bytes if is_native else model.weight_bytes, device)
     log.info("%s", plan.describe())
     if plan.context_length < (config.max_model_len or model.config.context_length):
-        log.warning("context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length)
+        log.warning(
+            "context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length
+        )
     cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
     start = time.monotonic()
     make = native_executor if is_native else torch_executor
@@ -86,7 +88,9 @@ def use_native(config: EngineConfig, model: OpenModel, device: torch.device) -> 
         return True
     if config.backend == "native" or config.quantization is not None:
         wanted = "backend native" if config.backend == "native" else f"quantization {config.quantization}"
-        raise UnsupportedError(f"{wanted} is not possible here: {reason}", hint="use --backend reference without quantization")
+        raise UnsupportedError(
+            f"{wanted} is not possible here: {reason}", hint="use --backend reference without quantization"
+        )
     log.info("reference backend: %s", reason)
     return False
 

@@ -1,7 +1,7 @@
 """What computes a step: the seam between the runner and a backend's way of running the decoder.
 
-`forward` computes the scheduled tokens and keeps their hidden states until the next call; `logits` reads any of their rows. Rows are
-in the order of the items. Knows no sampling.
+`forward` computes the scheduled tokens and keeps their hidden states until the next call; `logits` reads any of their rows. Rows
+are in the order of the items. Knows no sampling.
 """
 
 from __future__ import annotations

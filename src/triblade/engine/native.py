@@ -237,7 +237,7 @@ def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> Decoder
     arena = torch.empty(sum(sizes) + ALIGNMENT_BYTES, dtype=torch.uint8)
     native.advise_huge_pages(arena.data_ptr(), arena.nbytes)
     offset = -arena.data_ptr() % ALIGNMENT_BYTES
-    moved: dict[int, dict[str, Tensor]] = {}
+    moved: dict[int, dict[str, Any]] = {}
     for (key, name, part), size in zip(parts, sizes, strict=True):
         place = arena[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
         moved.setdefault(key, {})[name] = place.copy_(part)
@@ -247,10 +247,14 @@ def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> Decoder
         return replace(matrix, **moved[id(matrix)])
 
     renewed = {key: new(matrix) for key, matrix in matrices.items()}
-    fields = ("qkv", "output", "gate_up", "down")
+
+    def layer(old: LayerWeights[PackedMatrix]) -> LayerWeights[PackedMatrix]:
+        qkv, output, gate_up, down = (renewed[id(m)] for m in (old.qkv, old.output, old.gate_up, old.down))
+        return replace(old, qkv=qkv, output=output, gate_up=gate_up, down=down)
+
     return DecoderWeights(
         embedding=renewed[id(weights.embedding)],
-        layers=[replace(w, **{f: renewed[id(getattr(w, f))] for f in fields}) for w in weights.layers],
+        layers=[layer(old) for old in weights.layers],
         final_norm=weights.final_norm,
         head=renewed[id(weights.head)],
     )

@@ -75,9 +75,7 @@ class ModelRunner:
         for i, token, logprobs in zip(chosen, sampled.token_ids, sampled.logprobs, strict=True):
             results[i].token_ids, results[i].logprobs = [token], [logprobs]
 
-    def _score_prompts(
-        self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]
-    ) -> None:
+    def _score_prompts(self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's tokens, where asked for."""
         for item, first_row, result in zip(items, first_rows, results, strict=False):
             request = item.request

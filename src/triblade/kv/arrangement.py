@@ -33,7 +33,7 @@ class TokenPlane:
 
     def __init__(self, items: Tensor, layout: KVLayout, kind: PlaneKind) -> None:
         self._shape = (layout.num_kv_heads,) if kind == "scales" else (layout.num_kv_heads, layout.head_dim)
-        self._items = items.unflatten(1, (layout.block_size, -1))  # [num_blocks, block_size, G * D or G]
+        self._items: Tensor = items.unflatten(1, (layout.block_size, -1))  # [num_blocks, block_size, G * D or G]
 
     def write(self, block: Tensor, offset: Tensor, encoded: Tensor) -> None:
         self._items[block, offset] = encoded.flatten(1)
@@ -62,7 +62,7 @@ class TilePlane:
             shape = (TILE_TOKENS // 4, dim, 4)
         else:
             shape = (TILE_TOKENS, dim)
-        self._items = items.unflatten(1, (tiles, heads, *shape))
+        self._items: Tensor = items.unflatten(1, (tiles, heads, *shape))
 
     def write(self, block: Tensor, offset: Tensor, encoded: Tensor) -> None:
         tile, token = offset // TILE_TOKENS, offset % TILE_TOKENS

@@ -54,7 +54,8 @@ class KVCache:
     def _read(self, planes: tuple[PlaneView, ...], block_table: Tensor) -> Tensor:
         blocks = block_table.flatten()
         encoded = tuple(plane.read(blocks) for plane in planes)  # [S * B * block_size, G, D] or [..., G]
-        return self._codec.decode(encoded, self.dtype).unflatten(0, (block_table.shape[0], -1))
+        decoded = self._codec.decode(encoded, self.dtype)
+        return decoded.view(block_table.shape[0], -1, *decoded.shape[1:])
 
     def _view(self, plane: Plane, kind: Literal["keys", "values"]) -> PlaneView:
         """A plane of every block, sharing the pool's memory."""

@@ -57,7 +57,9 @@ class Decoder:
         context_length: positions the rope tables cover; at most what the model takes.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights[Linear], backend: Backend, context_length: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights[Linear], backend: Backend, context_length: int
+    ) -> None:
         self.config = config
         self.weights = weights
         self.backend = backend

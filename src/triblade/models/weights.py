@@ -94,9 +94,7 @@ class WeightReader(ABC, Generic[M]):
         self.expect(name)
         tensor = self.source.tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}"
-            )
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
         return tensor
 
     def expect(self, name: str) -> None:

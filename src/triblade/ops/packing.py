@@ -42,7 +42,7 @@ class QuantizedMatrix:
 
     def dequantize(self) -> Tensor:
         """The matrix [out, in] float32."""
-        codes = self.codes.float().unflatten(1, (-1, self.group))  # [out, G, group]
+        codes: Tensor = self.codes.float().unflatten(1, (-1, self.group))  # [out, G, group]
         scales = self.scales.float()[..., None]
         if self.offsets is None:
             return ((codes - ZERO_POINT[self.bits]) * scales).flatten(1)
@@ -145,7 +145,8 @@ def _unpack_integers(packed: PackedMatrix, blocks: int) -> Tensor:
     scales = packed.scales.float().transpose(1, 2)[..., None]  # [B, 16, G, 1]
     zero = ZERO_POINT[4 if packed.format == Format.INT4 else 8]
     offsets = -zero * scales if packed.offsets is None else packed.offsets.float().transpose(1, 2)[..., None]
-    return (codes.float().unflatten(2, (-1, packed.group)) * scales + offsets).flatten(2)
+    groups: Tensor = codes.float().unflatten(2, (-1, packed.group))  # [B, 16, G, group]
+    return (groups * scales + offsets).flatten(2)
 
 
 def interleaved_halves(num_rows: int) -> Tensor:

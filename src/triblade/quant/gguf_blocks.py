@@ -40,8 +40,6 @@ def _half(pair: NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(pair).view(np.float16)[..., 0].copy())
 
 
-def _matrix(
-    codes: NDArray[np.uint8], scales: torch.Tensor, offsets: torch.Tensor | None, bits: int
-) -> QuantizedMatrix:
+def _matrix(codes: NDArray[np.uint8], scales: torch.Tensor, offsets: torch.Tensor | None, bits: int) -> QuantizedMatrix:
     flat = torch.from_numpy(np.ascontiguousarray(codes.reshape(len(codes), -1)))
     return QuantizedMatrix(codes=flat, scales=scales, offsets=offsets, bits=bits)
