@@ -65,7 +65,7 @@ def default(field: Field[Any]) -> str:
     """The default as a user would write it."""
     if field.default is MISSING:
         return "required"
-    if field.default in (None, ()):
+    if field.default in (None, (), ""):
         return ""
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from tiny import FAMILIES, PROMPT_TOKENS, prompt
 from tiny_engine import open_tiny, tiny_llm
 from torch import Tensor
 
+from triblade.config import EngineConfig
 from triblade.engine.native import NativeOptions, why_not_native
 from triblade.engine.outputs import FinishReason
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.models.config import model_config
+from triblade.quant.evaluate import evaluate_file
 from triblade.sampling_params import SamplingParams
 
 IDS = prompt(PROMPT_TOKENS + 15)
@@ -236,6 +239,12 @@ def test_what_the_kernels_do_not_run_is_said() -> None:
         native_llm(block_size=24)
     with pytest.raises(UnsupportedError, match=r"quantization int4 .*deterministic"):
         native_llm(deterministic=True, quantization="int4", backend="auto")
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"backend": "native"}], ids=str)
+def test_eval_refuses_what_it_does_not_measure(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="as they are stored"):
+        evaluate_file(EngineConfig(model="any", **options), Path("any.txt"))
 
 
 def test_sizes_are_counted() -> None:

@@ -15,7 +15,7 @@ import torch
 from triblade import host
 from triblade.config import EngineConfig
 from triblade.console import progress
-from triblade.errors import ConfigError
+from triblade.errors import ConfigError, UnsupportedError
 from triblade.models.decoder import Decoder
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_backend, select_device
@@ -59,7 +59,13 @@ def evaluate_file(
 
     Raises:
         ConfigError: the text is not UTF-8 or too short, the context too long, or the two tokenizers disagree.
+        UnsupportedError: the native kernels or rounding at load were asked for; this measures checkpoints on the reference kernels.
     """
+    if config.quantization is not None or config.backend == "native":
+        wanted = f"quantization {config.quantization}" if config.quantization else "backend native"
+        raise UnsupportedError(
+            f"eval measures checkpoints as they are stored, on the reference kernels; got {wanted}", hint="leave it out"
+        )
     models = [open_model(config)]
     if against is not None:
         models.append(open_model(replace(config, model=against, revision=None, tokenizer=None)))

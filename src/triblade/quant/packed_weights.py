@@ -1,4 +1,4 @@
-"""Read a checkpoint straight into the layout of the native kernels, one matrix at a time, so that there is never a dense copy of it.
+"""Read a checkpoint straight into the layout of the native kernels, one matrix at a time, so that no dense copy exists.
 
 Without a scheme a matrix keeps what the file has: bfloat16 or float32, or the blocks of a GGUF file as they are. With `int4` or
 `int8` it is rounded to nearest while loading (embedding and head to 8 bits).
