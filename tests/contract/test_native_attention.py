@@ -247,6 +247,13 @@ def test_decode_of_many_lengths(ops: Ops, codec: str, heads: int, groups: int, d
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dim", [256, 512])
+def test_wide_heads(ops: Ops, codec: str, dim: int) -> None:
+    step = Step.of(Shape(14, 1, dim, scale=0.05), codec, [40, 129], [3, 1])
+    assert_attends(step, step.run(ops))
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("window", [0, 1, 8, 16, 130])
 def test_chunks_windows_and_caps(ops: Ops, codec: str, window: int, softcap: float) -> None:

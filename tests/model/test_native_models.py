@@ -8,18 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import TYPES, write_model
 from native_kernels import ISAS
-from native_models import all_logits, compute, native_executor, native_tiny, sequence, twin_executor
-from tiny import FAMILIES, PROMPT_TOKENS, prompt
+from native_models import (
+    Twin,
+    all_logits,
+    compute,
+    executor_of,
+    make_cache,
+    native_executor,
+    native_tiny,
+    sequence,
+    twin_executor,
+)
+from tiny import FAMILIES, PROMPT_TOKENS, StateDictSource, prompt
 from tiny_engine import open_tiny, tiny_llm
 from torch import Tensor
 
 from triblade.config import EngineConfig
+from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeOptions, why_not_native
 from triblade.engine.outputs import FinishReason
-from triblade.errors import ConfigError, UnsupportedError
+from triblade.errors import CheckpointError, ConfigError, UnsupportedError
 from triblade.models.config import model_config
+from triblade.models.decoder import Decoder
+from triblade.models.gguf_checkpoint import GGUFCheckpoint
+from triblade.models.weights import load_weights
+from triblade.ops.packing import Format, unpack
 from triblade.quant.evaluate import evaluate_file
+from triblade.quant.packed_weights import PackingReader
 from triblade.sampling_params import SamplingParams
 
 IDS = prompt(PROMPT_TOKENS + 15)
@@ -123,6 +140,61 @@ def test_threads_do_not_change_a_bit(family: str, codec: str) -> None:  # E14
         for size in (1, 5, 1, 2, 3):
             rows += compute(native, [request], [size])
         assert torch.equal(torch.cat(rows), expected)
+
+
+# ---- GGUF files
+
+
+def gguf_model(path: Path, kind: Any) -> GGUFCheckpoint:
+    """A llama with biases whose rope rows the file permutes, all matrices of one type."""
+    model = native_tiny("llama-bias")
+    return GGUFCheckpoint(write_model(path / "model.gguf", "llama", model.hf_config, model.source.tensors, kind=kind))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16"])
+def test_gguf_blocks_are_multiplied_as_stored(kind: str, tmp_path: Path) -> None:
+    checkpoint = gguf_model(tmp_path, TYPES[kind])
+    config = model_config(checkpoint.config)
+    weights = PackingReader(checkpoint, config, torch.bfloat16).read()
+    expected_format = {"Q4_0": Format.INT4, "Q4_1": Format.INT4, "Q8_0": Format.INT8, "F16": Format.BF16}[kind]
+    assert weights.layers[0].qkv.format == weights.embedding.format == expected_format
+    assert (weights.layers[0].qkv.offsets is not None) == (kind == "Q4_1")
+    native = executor_of(config, weights)
+    twin = Twin("bfloat16" if kind == "F16" else "int8", group=32)
+    dtype = torch.bfloat16 if kind == "F16" else torch.float32
+    dense = StateDictSource({name: checkpoint.tensor(name).to(dtype).float() for name in checkpoint.names()})
+    decoder = Decoder(config, load_weights(dense, config, torch.float32), twin, config.context_length)
+    expected = all_logits(TorchExecutor(decoder, make_cache(config, "bfloat16", "tokens")), IDS)
+    assert_near(all_logits(native, IDS), expected, 5e-2)
+
+
+def test_mixed_types_of_one_matrix_become_dense(tmp_path: Path) -> None:
+    model = native_tiny("llama")
+    other = {"blk.1.attn_v.weight": (model.source.tensors["model.layers.1.self_attn.v_proj.weight"], TYPES.Q8_0)}
+    extra: dict[str, Any] = {"/tensors": other, "kind": TYPES.Q4_0}
+    checkpoint = GGUFCheckpoint(
+        write_model(tmp_path / "m.gguf", "llama", model.hf_config, model.source.tensors, **extra)
+    )
+    config = model_config(checkpoint.config)
+    layers = PackingReader(checkpoint, config, torch.bfloat16).read().layers
+    assert [layer.qkv.format for layer in layers] == [Format.INT4, Format.BF16, Format.INT4]
+    v = unpack(layers[1].qkv)[-config.kv_size :]
+    assert torch.equal(v, checkpoint.tensor("model.layers.1.self_attn.v_proj.weight").bfloat16().float())
+
+
+def test_stored_blocks_of_a_wrong_shape_are_refused(tmp_path: Path) -> None:  # A14
+    model = native_tiny("llama")
+    extra: dict[str, Any] = {
+        "/tensors": {"blk.1.attn_output.weight": (torch.ones(64, 96), TYPES.Q8_0)},
+        "kind": TYPES.Q8_0,
+    }
+    checkpoint = GGUFCheckpoint(
+        write_model(tmp_path / "m.gguf", "llama", model.hf_config, model.source.tensors, **extra)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"o_proj\.weight has shape \[64, 96\], the configuration asks for \[64, 64\]"
+    ):
+        PackingReader(checkpoint, model_config(checkpoint.config), torch.bfloat16).read()
 
 
 # ---- inside the engine

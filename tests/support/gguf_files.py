@@ -108,11 +108,12 @@ def write(
 def write_model(
     path: Path, architecture: str, config: Mapping[str, Any], state: Mapping[str, Tensor], **extra: Any
 ) -> Path:
-    """A float16 (vectors: float32) GGUF file of a transformers state dict; `extra` are more entries."""
+    """A float16 (vectors: float32) GGUF file of a transformers state dict; `extra` are more entries, `kind` another type."""
+    kind = extra.pop("kind", TYPES.F16)
     tensors = {}
     for name, tensor in state.items():
         stored = as_gguf(name, tensor, architecture, config)
-        tensors[gguf_name(name, architecture)] = (stored, TYPES.F32 if stored.ndim == 1 else TYPES.F16)
+        tensors[gguf_name(name, architecture)] = (stored, TYPES.F32 if stored.ndim == 1 else kind)
     other = {key.removeprefix("/"): extra.pop(key) for key in [k for k in extra if k.startswith("/")]}
     tensors |= other.pop("tensors", {})
     return write(path, architecture, metadata(config, **extra), tensors, other)

@@ -59,7 +59,10 @@ def native_executor(
     model: TinyModel, dtype: torch.dtype = torch.float32, scheme: Any = None, codec: str = "bfloat16", **options: Any
 ) -> NativeExecutor:
     config = model_config(model.hf_config)
-    weights = PackingReader(model.source, config, dtype, scheme).read()
+    return executor_of(config, PackingReader(model.source, config, dtype, scheme).read(), codec, **options)
+
+
+def executor_of(config: ModelConfig, weights: Any, codec: str = "bfloat16", **options: Any) -> NativeExecutor:
     settings = {"threads": 2, "max_tokens": 256, "max_rows": 256, **options}
     cache = make_cache(config, codec, "tiles")
     return NativeExecutor(config, weights, cache, config.context_length, NativeOptions(**settings))
@@ -68,15 +71,15 @@ def native_executor(
 class Twin(ReferenceBackend):
     """The reference in float32 with the kernels' roundings: queries to bfloat16, inputs of matrices as their format."""
 
-    def __init__(self, inputs: str) -> None:
+    def __init__(self, inputs: str, group: int | None = None) -> None:
         super().__init__(eager_attention)
-        self._inputs = inputs
+        self._inputs, self._group = inputs, group
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         if self._inputs == "bfloat16":
             x = x.bfloat16().float()
         elif self._inputs == "int8":
-            groups = x.unflatten(1, (-1, group_of(x.shape[1])))
+            groups = x.unflatten(1, (-1, self._group or group_of(x.shape[1])))
             top = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
             x = ((groups * (127 / top)).round() * (top / 127)).flatten(1)
         return F.linear(x, linear.weight, linear.bias)

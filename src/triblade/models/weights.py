@@ -93,8 +93,7 @@ class WeightReader(ABC, Generic[M]):
         """A tensor of the checkpoint, checked."""
         self.expect(name)
         tensor = self.source.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the configuration asks for {list(shape)}")
+        check_shape(name, tuple(tensor.shape), shape)
         return tensor
 
     def expect(self, name: str) -> None:
@@ -149,6 +148,12 @@ class WeightReader(ABC, Generic[M]):
 
     def _norm(self, name: str, size: int) -> Tensor:
         return self.fetch(name, (size,)).to(self.device, torch.float32) + self.config.norm_offset
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Refuse a tensor whose shape is not what the configuration says."""
+    if found != wanted:
+        raise CheckpointError(f"{name} has shape {list(found)}, the configuration asks for {list(wanted)}")
 
 
 class DenseReader(WeightReader[Linear]):

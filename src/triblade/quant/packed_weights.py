@@ -16,7 +16,7 @@ from torch import Tensor
 from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.gguf_checkpoint import GGUFCheckpoint
-from triblade.models.weights import TensorSource, WeightReader
+from triblade.models.weights import TensorSource, WeightReader, check_shape
 from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_dense, pack_quantized
 from triblade.quant.gguf_blocks import KERNEL_TYPES, quantized_matrix
 from triblade.quant.rtn import round_to_nearest
@@ -63,7 +63,7 @@ class PackingReader(WeightReader[PackedMatrix]):
         bias: Tensor | None,
         order: Tensor | None,
     ) -> PackedMatrix:
-        stored = None if bits is not None else self._stored(parts, bias)
+        stored = None if bits is not None else self._stored(parts, inputs, bias)
         if stored is not None:
             return pack_quantized(stored if order is None else stored.rows(order))
         weight = torch.cat([self.fetch(f"{name}.weight", (rows, inputs)) for name, rows in parts])
@@ -73,14 +73,17 @@ class PackingReader(WeightReader[PackedMatrix]):
             return pack_dense(weight.to(self._dtype), bias)
         return pack_quantized(round_to_nearest(weight, bits, _group(inputs), bias))
 
-    def _stored(self, parts: Sequence[tuple[str, int]], bias: Tensor | None) -> QuantizedMatrix | None:
+    def _stored(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
         """The blocks of a GGUF file as codes, if all parts are of one type that the kernels multiply."""
         if not isinstance(self.source, GGUFCheckpoint):
             return None
         matrices = []
-        for name, _ in parts:
+        for name, rows in parts:
             self.expect(f"{name}.weight")
-            matrices.append(quantized_matrix(*self.source.raw(f"{name}.weight")))
+            matrix = quantized_matrix(*self.source.raw(f"{name}.weight"))
+            if matrix is not None:
+                check_shape(f"{name}.weight", tuple(matrix.codes.shape), (rows, inputs))
+            matrices.append(matrix)
         kinds = {None if m is None else (m.bits, m.offsets is None) for m in matrices}
         if len(kinds) != 1 or None in kinds:
             return None
