@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.registry import unknown_name
@@ -131,6 +131,11 @@ class EngineConfig:
                     f"{name} must be 1 in this engine, got: {getattr(self, name)}",
                     hint="one engine runs on one device; start one server per device, or serve the model with vLLM",
                 )
+        if self.quantization not in (None, *get_args(QuantizationName)):
+            raise UnsupportedError(
+                f"quantization at load does not know: {self.quantization!r}",
+                hint=f"choices: {', '.join(get_args(QuantizationName))}",
+            )
         if self.deterministic and self.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"deterministic mode computes in float32, got dtype: {self.dtype}", hint="leave --dtype out"

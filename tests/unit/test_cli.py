@@ -162,7 +162,7 @@ def test_sampling_flags_become_sampling_params() -> None:
         (["generate", "m", "--prompt", "interrupt"], 130, ""),
         (["generate", "m"], 2, "error: "),
         (["serve", "m", "--tensor-parallel-size", "2"], 2, "error: tensor_parallel_size must be 1 in this engine"),
-        (["serve", "m", "--quantization", "awq"], 2, "error: quantization at load is not available"),
+        (["serve", "m", "--quantization", "awq"], 2, 'error: Invalid value "awq" for --quantization'),
         (["serve", "m", "--max-model-length", "2"], 2, "error: Unknown option: --max-model-length. Did you mean"),
         (["serve", "m", "--dtype", "int3"], 2, 'error: Invalid value "int3" for --dtype'),
         (["serve", "m", "n"], 2, "error: "),

@@ -51,8 +51,8 @@ def test_parallelism_is_refused_not_ignored(field: str, value: int) -> None:
     assert caught.value.hint
 
 
-def test_quantization_at_load_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="awq"):
+def test_unknown_quantization_at_load_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"awq.*\n.*int4, int8"):
         EngineConfig(model="m", quantization="awq")
 
 
