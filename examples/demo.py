@@ -24,12 +24,12 @@ from triblade.host import peak_rss_bytes, usable_cores
 TRIBLADE = [sys.executable, "-m", "triblade"]
 SECONDS_TO_START = 120
 QUESTIONS = (
-    "Why is the sky blue?",
+    "What is the capital of Japan?",
     "Write one sentence about the sea.",
     "Name three colours.",
     "What is seven times eight?",
-    "What is the capital of France?",
     "Give me a short recipe for pancakes.",
+    "Why is the sky blue?",
     "Translate 'good morning' into Spanish.",
     "What does a compiler do?",
 )

@@ -54,10 +54,10 @@ def test_generate(smollm2: Path, encoding: str) -> None:  # H16, H17, H05
 
 
 def test_chat_answers_piped_lines(smollm2: Path) -> None:  # H16
-    lines = "What is the capital of France?\n/reset\nSay \U0001f600\n".encode()
+    lines = "What is the capital of Japan?\n/reset\nSay \U0001f600\n".encode()
     done = triblade("chat", str(smollm2), "--max-tokens", "12", *SMALL, send=lines, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
-    assert b"Paris" in done.stdout.splitlines()[0]
+    assert b"Tokyo" in done.stdout.splitlines()[0]
     assert b"conversation forgotten" in done.stderr
 
 
