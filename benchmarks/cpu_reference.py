@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    ours = LLM(args.model, dtype="bfloat16", threads=args.threads, enable_prefix_caching=False, max_model_len=2048)
+    options = {"dtype": "bfloat16", "backend": "reference", "threads": args.threads, "max_model_len": 2048}
+    ours = LLM(args.model, enable_prefix_caching=False, **options)
     runs = {
         "transformers batch 1": transformers_run(args.model, args.prompt_tokens, args.new_tokens),
         "triblade batch 1": triblade_run(ours, 1, args.prompt_tokens, args.new_tokens),

@@ -239,6 +239,15 @@ def test_a_row_that_is_not_finite_ends_with_an_error_and_harms_nobody() -> None:
     assert good[0].token_ids == one(llm, logit_bias={77: -100}).token_ids
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_what_a_former_owner_left_in_a_block_poisons_nobody(deterministic: bool) -> None:  # A22
+    llm = tiny_llm(model(), deterministic=deterministic, backend="reference", enable_prefix_caching=False)
+    expected = llm.generate([IDS, IDS[:2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    llm.engine.runner.executor.cache.pool.view(torch.float32).fill_(torch.nan)
+    again = llm.generate([IDS, IDS[:2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert [c[0].token_ids for c in again] == [c[0].token_ids for c in expected]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
 def test_abort_in_every_state(steps: int) -> None:  # E12
     llm = tiny_llm(model(), max_num_batched_tokens=4, max_num_seqs=2)

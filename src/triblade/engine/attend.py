@@ -39,6 +39,9 @@ class PagedAttend:
     def _attend(self, layer: int, group: AttentionGroup, masks: dict[int | None, AttentionMask], q: Tensor) -> Tensor:
         config = self._config
         keys, values = (x[:, : group.num_keys] for x in self._cache.read(layer, group.block_table))  # [S, L, G, D]
+        if group.foreign is not None:  # a masked key weighs nothing, but nothing times NaN is NaN
+            for x in (keys, values):
+                x.masked_fill_(group.foreign[..., None, None], 0.0)
         grouped = q.view(*group.positions.shape, *q.shape[1:])  # [S, Q, H, D]
         mask = masks[config.layers[layer].window]
         out = self._backend.attention(grouped, keys, values, mask, config.attention_scale, config.attention_softcap)

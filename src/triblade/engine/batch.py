@@ -24,6 +24,9 @@ class AttentionGroup:
     positions: Tensor  # [S, Q]
     block_table: Tensor  # [S, B], padded with block 0
     num_keys: int  # the longest sequence's keys, this step's included
+    foreign: (
+        Tensor | None
+    )  # [S, L] keys beyond a shorter sequence's end: whatever a former owner left; None if there are none
 
     @property
     def rows(self) -> slice:
@@ -84,4 +87,7 @@ def _group(items: list[ScheduledRequest], first_row: int, positions: Tensor, blo
     tables = [item.request.block_table[:width] for item in items]
     padded = [table + [0] * (width - len(table)) for table in tables]
     rows = positions[first_row : first_row + len(items) * queries].view(len(items), queries)
-    return AttentionGroup(first_row, rows, torch.tensor(padded, device=positions.device), num_keys)
+    foreign = None
+    if any(item.start + queries < num_keys for item in items):
+        foreign = torch.arange(num_keys, device=positions.device) > rows[:, -1:]
+    return AttentionGroup(first_row, rows, torch.tensor(padded, device=positions.device), num_keys, foreign)
