@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +35,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.dtype = dtype
         self._codec: KVCodec = KV_CODECS[layout.codec]()
-        # Zeros, not empty: masked reads of unwritten slots must not meet NaN. Untouched pages cost no memory.
-        self.pool = torch.zeros(num_blocks, layout.row_bytes, dtype=torch.uint8, device=device)
+        self.pool = _zeros(num_blocks, layout.row_bytes, torch.device(device))
         planes = [layout.planes(layer) for layer in range(layout.num_layers)]
         self._keys = [tuple(self._view(plane, "keys") for plane in keys) for keys, _ in planes]
         self._values = [tuple(self._view(plane, "values") for plane in values) for _, values in planes]
@@ -63,3 +63,10 @@ class KVCache:
         start = plane.offset_bytes // plane.spec.item_bytes
         items = typed[:, start : start + self.layout.block_size * plane.items_per_token]
         return PLANES[self.layout.arrangement](items, self.layout, kind if plane.spec.per_dimension else "scales")
+
+
+def _zeros(rows: int, row_bytes: int, device: torch.device) -> Tensor:
+    """Zeros, since masked reads of unwritten slots must not meet NaN. In main memory, pages cost nothing until they are written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((rows, row_bytes), dtype=np.uint8))  # torch.zeros would write them all
+    return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
