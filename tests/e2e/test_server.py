@@ -56,7 +56,7 @@ def test_a_stream_joined_is_the_body(server: RealServer) -> None:  # D01, D06, C
 def test_a_chat(server: RealServer) -> None:  # D07, C18
     messages: Any = [{"role": "user", "content": "What is the capital of Japan? Answer in one short sentence."}]
     whole = server.openai.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=20)
-    assert "Paris" in (whole.choices[0].message.content or "")
+    assert "Tokyo" in (whole.choices[0].message.content or "")
     assert whole.choices[0].finish_reason == "stop"
     stream = server.openai.chat.completions.create(
         model=MODEL, messages=messages, temperature=0, max_tokens=20, stream=True
