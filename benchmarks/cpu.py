@@ -5,8 +5,9 @@
 
 Every engine stays loaded in a process of its own and works only while it is asked: in each round each measurement runs once
 with each of them, one after the other. Figures are medians of the rounds; the first round warms up and is dropped. What
-another process of the machine disturbed is measured again, a few times at most. llama.cpp is built in an environment of its
-own under --peers-dir the first time (about five minutes). With matplotlib there is also a plot beside the JSON file.
+another process of the machine disturbed is measured again, a few times at most; every finished round is written. llama.cpp
+is built in an environment of its own under --peers-dir the first time (about five minutes). With matplotlib there is also a
+plot beside the JSON file.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ class Run:
         for number in range(self.args.rounds + 1):
             print(f"round {number} of {self.args.rounds}", file=sys.stderr)
             yield self.samples if number else defaultdict(list)
+            self.save()
+
+    def save(self) -> list[dict[str, Any]]:
+        """Write what is known by now, so that a run that is stopped leaves its rounds; the comparisons."""
+        figures = report(self)
+        if self.args.output:
+            self.args.output.write_text(json.dumps(figures, indent=1) + "\n")
+        comparisons: list[dict[str, Any]] = figures["comparisons"]
+        return comparisons
 
     def ask(self, worker: Worker, name: str, **arguments: Any) -> Figures:
         """One measurement of a worker."""
@@ -92,11 +102,10 @@ def main() -> None:
     measures = {"decode": decoding, "server": server, "start": starting, "memory": memory}
     for part in args.parts:
         measures[part](run)
-    figures = report(run)
+    comparisons = run.save()
     if args.output:
-        args.output.write_text(json.dumps(figures, indent=1) + "\n")
-        plot(figures["comparisons"], args.output.with_suffix(".svg"))
-    print(table(figures["comparisons"]))
+        plot(comparisons, args.output.with_suffix(".svg"))
+    print(table(comparisons))
 
 
 def arguments() -> argparse.Namespace:
