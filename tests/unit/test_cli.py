@@ -56,6 +56,14 @@ class StandInLLM:
         yield from (RequestOutput(request_id="0", text=piece) for piece in pieces)
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A job in the background starts with Ctrl-C ignored; these tests mean a terminal's."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def llms(monkeypatch: pytest.MonkeyPatch) -> list[StandInLLM]:
     """Replace the engine; the list holds every one a command makes."""
