@@ -74,9 +74,9 @@ class Run:
             yield self.samples if number else defaultdict(list)
             self.save()
 
-    def save(self) -> list[dict[str, Any]]:
+    def save(self, *, complete: bool = False) -> list[dict[str, Any]]:
         """Write what is known by now, so that a run that is stopped leaves its rounds; the comparisons."""
-        figures = report(self)
+        figures = {**report(self), "complete": complete}
         if self.args.output:
             self.args.output.write_text(json.dumps(figures, indent=1) + "\n")
         comparisons: list[dict[str, Any]] = figures["comparisons"]
@@ -102,7 +102,7 @@ def main() -> None:
     measures = {"decode": decoding, "server": server, "start": starting, "memory": memory}
     for part in args.parts:
         measures[part](run)
-    comparisons = run.save()
+    comparisons = run.save(complete=True)
     if args.output:
         plot(comparisons, args.output.with_suffix(".svg"))
     print(table(comparisons))

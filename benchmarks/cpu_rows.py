@@ -90,7 +90,8 @@ def compare(samples: Samples) -> list[dict[str, Any]]:
         if ours is not None and against is not None:
             ratio = ours / against
             verdict = {"reached": _holds(row.want, ratio, row.bound), "aim_reached": _holds(row.want, ratio, row.aim)}
-            results.append({**asdict(row), "values": [ours, against], "ratio": ratio, **verdict})
+            figures = {"values": [ours, against], "rounds": len(samples[row.ours]), "ratio": ratio}
+            results.append({**asdict(row), **figures, **verdict})
     return results
 
 
