@@ -34,3 +34,14 @@ def smollm2() -> Path:
     from triblade.models.source import resolve
 
     return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """For tests on tiny tensors, where torch's threads would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

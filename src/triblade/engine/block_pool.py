@@ -127,11 +127,6 @@ class BlockPool:
         """How many of these are free now, so that sharing them takes them from the free list."""
         return sum(self._references[cached.block_id] == 0 for cached in blocks)
 
-    def reset_cache(self) -> None:
-        """Forget every prefix."""
-        self._by_digest.clear()
-        self._by_block.clear()
-
     def check(self, owned: Sequence[int] = ()) -> None:
         """Assert the invariants; `owned` lists every reference held outside, with repetitions."""
         expected = [0] * self.num_blocks

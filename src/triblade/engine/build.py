@@ -48,8 +48,10 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     """Wire an engine around an opened model."""
     is_native = use_native(config, model, device)
     layout = kv_layout(config, model, is_native)
-    weight_bytes = packed_bytes(model.checkpoint, model.config, model.dtype, config.quantization)
-    plan = plan_for(config, model, layout, weight_bytes if is_native else model.weight_bytes, device)
+    weight_bytes = model.weight_bytes
+    if is_native:
+        weight_bytes = packed_bytes(model.checkpoint, model.config, model.dtype, config.quantization)
+    plan = plan_for(config, model, layout, weight_bytes, device)
     log.info("%s", plan.describe())
     if plan.context_length < (config.max_model_len or model.config.context_length):
         log.warning(

@@ -17,7 +17,7 @@ from triblade.models.config import ModelConfig
 # without taking a machine's whole memory for a small model.
 DEFAULT_CONTEXTS = 8
 FLOAT32_BYTES = 4
-# Copies of the logits that sampling makes (processed, probabilities, cumulative sum in float64).
+# Copies of the logits that sampling makes (processed, probabilities, integer weights and their sums in 64 bits).
 LOGITS_COPIES = 5
 
 
