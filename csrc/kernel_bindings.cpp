@@ -50,13 +50,14 @@ AttentionOutput output_at(uintptr_t out, uintptr_t states, const AttentionShape&
   return {at<float>(out), at<float>(states), rows * shape.head_dim, rows * 2};
 }
 
-// `item` is sequence, KV head, first and last query, first and last piece.
+// `item` is the sequence and the ranges of KV heads, queries and pieces.
 void attend(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
             std::vector<int> item, uintptr_t out, uintptr_t states) {
-  const int keys = sequences.length[item.at(0)], tokens = sequences.first_row[sequences.count];
-  Scratch scratch(scratch_bytes(16, shape.head_dim, keys));
-  k.attend(at<float>(qkv), shape, sequences, cache, {item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5)},
-           output_at(out, states, shape, tokens), reinterpret_cast<float*>(scratch.data()));
+  const int tokens = sequences.first_row[sequences.count];
+  Scratch scratch(scratch_bytes(16, shape.head_dim, shape.kv_heads));
+  const AttentionItem only{item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5), item.at(6)};
+  k.attend(at<float>(qkv), shape, sequences, cache, only, nullptr, output_at(out, states, shape, tokens),
+           reinterpret_cast<float*>(scratch.data()));
 }
 
 void merge(const Kernels& k, uintptr_t partial, uintptr_t states, int pieces, const AttentionShape& shape, int tokens, uintptr_t out) {
@@ -75,8 +76,8 @@ void bind_kernels(nb::module_& m) {
         new (self) AttentionShape{heads, kv_heads, head_dim, scale, softcap, window};
       });
   nb::class_<Sequences>(m, "Sequences")
-      .def("__init__", [](Sequences* self, int count, uintptr_t first_row, uintptr_t length, uintptr_t block_table, int width) {
-        new (self) Sequences{count, at<int32_t>(first_row), at<int32_t>(length), at<int32_t>(block_table), width};
+      .def("__init__", [](Sequences* self, int count, uintptr_t first_row, uintptr_t length, uintptr_t tables) {
+        new (self) Sequences{count, at<int32_t>(first_row), at<int32_t>(length), at<const int32_t*>(tables)};
       });
   nb::class_<Kernels>(m, "Kernels")
       .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
@@ -97,7 +98,12 @@ void bind_kernels(nb::module_& m) {
       .def("rope_write", rope_write)
       .def("attend", attend)
       .def("merge", merge)
-      .def("softcap", [](const Kernels& k, uintptr_t x, int64_t count, float cap) { k.softcap(at<float>(x), count, cap); });
+      .def("softcap", [](const Kernels& k, uintptr_t x, int64_t count, float cap) { k.softcap(at<float>(x), count, cap); })
+      .def("find_best", [](const Kernels& k, uintptr_t x, int count, int part) {  // `part` at a time
+        Best best;
+        for (int i = 0; i < count; i += part) k.find_best(at<float>(x) + i, std::min(part, count - i), i, best);
+        return best.is_finite ? best.token : -1;
+      });
   m.attr("PIECE_KEYS") = kPieceKeys;
   m.def("kernels", [](const std::string& isa) { return kernels_for(isa.c_str()); }, "isa"_a, nb::rv_policy::reference,
         "The kernels of one instruction set; None if this processor does not run it.");

@@ -9,6 +9,7 @@
 //   scales, offsets   per block and group, 16 float16:  w = scale * q + offset;  without offsets, offset = -scale * 8 (int4), 128 (int8)
 #pragma once
 #include <cstdint>
+#include <limits>
 
 namespace triblade {
 
@@ -74,10 +75,9 @@ struct LayerCache {
 // The sequences of one step. Token rows of a sequence are contiguous.
 struct Sequences {
   int count = 0;
-  const int32_t* first_row = nullptr;    // [S + 1]
-  const int32_t* length = nullptr;       // [S] keys after this step
-  const int32_t* block_table = nullptr;  // [S, width]
-  int width = 0;
+  const int32_t* first_row = nullptr;      // [S + 1]
+  const int32_t* length = nullptr;         // [S] keys after this step
+  const int32_t* const* tables = nullptr;  // [S] the blocks of each
 };
 
 struct AttentionShape {
@@ -86,14 +86,16 @@ struct AttentionShape {
   int window;            // 0: none
 };
 
+constexpr int kMaxHeadDim = 512;
 constexpr int kPieceKeys = 256;   // keys are summed up in pieces of this many, then the pieces are merged, whoever computed them
 constexpr int kRowsPerItem = 12;  // queries times heads of a group that share a read of the keys
 
-// Some queries of one sequence against some pieces of its keys, for one KV head.
+// Some queries of one sequence against some pieces of its keys, for some KV heads.
 struct AttentionItem {
-  int sequence, kv_head;
+  int sequence;
+  int head_begin, head_end;    // KV heads
   int query_begin, query_end;  // within the sequence's new tokens
-  int piece_begin, piece_end;
+  int piece_begin, piece_end;  // of kPieceKeys keys
 };
 
 // Where attention goes: merged to out [T, H, D], or, with states, piece by piece for `Kernels::merge`.
@@ -101,6 +103,13 @@ struct AttentionOutput {
   float* out = nullptr;     // [T, H, D], or [pieces, T, H, D]
   float* states = nullptr;  // [pieces, T, H, 2]: highest score and sum of weights
   int64_t piece_stride = 0, states_stride = 0;
+};
+
+// The largest of a row of logits; the first one among equals.
+struct Best {
+  float value = -std::numeric_limits<float>::infinity();
+  int32_t token = 0;
+  bool is_finite = true;  // of all that were looked at
 };
 
 struct Kernels {
@@ -128,15 +137,21 @@ struct Kernels {
   void (*rope_write)(float* qkv, const AttentionShape& shape, const float* norm, float eps, const float* cos, const float* sin,
                      int rotary_pairs, const int32_t* positions, const int32_t* slots, const LayerCache& cache, Share tokens);
 
-  // Attention of one item's queries, which lie in qkv.
+  // Bring the first keys and values of an item nearer.
+  void (*fetch)(const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache, const AttentionItem& item);
+
+  // Attention of one item's queries, which lie in qkv; the keys of `next`, if there is one, are fetched meanwhile.
   void (*attend)(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-                 const AttentionItem& item, const AttentionOutput& output, float* scratch);
+                 const AttentionItem& item, const AttentionItem* next, const AttentionOutput& output, float* scratch);
 
   // Join `count` pieces: out [T, H, D].
   void (*merge)(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out);
 
   // softcap * tanh(x / softcap), in place.
   void (*softcap)(float* x, int64_t count, float cap);
+
+  // Look at x [count], whose first one is token `first`, for the largest so far.
+  void (*find_best)(const float* x, int count, int first, Best& best);
 };
 
 extern const Kernels kPortable;
@@ -154,6 +169,6 @@ const Kernels* kernels_for(const char* name);
 const Kernels* kernels_at(int rank);
 
 // Bytes of scratch that one member needs for `linear` and `attend`.
-int64_t scratch_bytes(int max_inputs, int head_dim, int max_keys);
+int64_t scratch_bytes(int max_inputs, int head_dim, int kv_heads);
 
 }  // namespace triblade

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -361,343 +362,7 @@ void linear(const Matrix& matrix, const Activations& x, int tokens, Epilogue epi
   }
 }
 
-// ---- rope and the cache -----------------------------------------------------------------------------------------------------
-
-inline void norm_head(float* head, const float* weight, int dim, float eps) {
-  const float inverse = 1.0f / std::sqrt(sum_of_squares(head, dim) / dim + eps);
-  for (int d = 0; d < dim; d++) head[d] *= inverse * weight[d];
-}
-
-inline void rotate(float* head, const float* cos, const float* sin, int pairs) {
-  for (int i = 0; i < pairs; i++) {
-    const float first = head[i], second = head[i + pairs];
-    head[i] = first * cos[i] - second * sin[i];
-    head[i + pairs] = second * cos[i] + first * sin[i];
-  }
-}
-
-// The scale of an int8 vector in float16, rounded up so that 127 steps reach the largest number.
-inline uint16_t cache_scale(const float* x, int dim) {
-  float largest = 0;
-  for (int d = 0; d < dim; d++) largest = std::max(largest, std::fabs(x[d]));
-  const float exact = largest / 127.0f;
-  const uint16_t scale = to_half(exact * (1 + 0x1p-11f) + 0x1p-25f);
-  return scale ? scale : 1;
-}
-
-inline void write_token(const LayerCache& cache, int slot, int head, const float* key, const float* value) {
-  const int dim = cache.head_dim, block = slot / cache.block_size, offset = slot % cache.block_size;
-  const int tile = offset / kTile, token = offset % kTile;
-  uint8_t* keys = cache.tile(cache.keys, block, tile, head);
-  uint8_t* values = cache.tile(cache.values, block, tile, head);
-  if (cache.cache == Cache::kBf16) {
-    auto* k = reinterpret_cast<uint16_t*>(keys);
-    auto* v = reinterpret_cast<uint16_t*>(values);
-    for (int d = 0; d < dim; d++) k[(d / 2 * kTile + token) * 2 + d % 2] = to_bf16(key[d]);
-    for (int d = 0; d < dim; d++) v[token * dim + d] = to_bf16(value[d]);
-    return;
-  }
-  const uint16_t key_scale = cache_scale(key, dim), value_scale = cache_scale(value, dim);
-  cache.scale_tile(cache.key_scales, block, tile, head)[token] = key_scale;
-  cache.scale_tile(cache.value_scales, block, tile, head)[token] = value_scale;
-  const float key_step = half_value(key_scale), value_step = half_value(value_scale);
-  auto* k = reinterpret_cast<int8_t*>(keys);
-  auto* v = reinterpret_cast<int8_t*>(values);
-  for (int d = 0; d < dim; d++) k[(d / 4 * kTile + token) * 4 + d % 4] = static_cast<int8_t>(std::nearbyint(key[d] / key_step));
-  for (int d = 0; d < dim; d++) {
-    v[(token / 4 * dim + d) * 4 + token % 4] = static_cast<int8_t>(std::nearbyint(value[d] / value_step));
-  }
-}
-
-void rope_write(float* qkv, const AttentionShape& shape, const float* norm, float eps, const float* cos, const float* sin,
-                int rotary_pairs, const int32_t* positions, const int32_t* slots, const LayerCache& cache, Share tokens) {
-  const int dim = shape.head_dim, rotated = shape.heads + shape.kv_heads, width = (rotated + shape.kv_heads) * dim;
-  for (int t = tokens.begin; t < tokens.end; t++) {
-    float* row = qkv + static_cast<int64_t>(t) * width;
-    const int64_t angle = static_cast<int64_t>(positions[t]) * rotary_pairs;
-    for (int h = 0; h < rotated; h++) {
-      if (norm) norm_head(row + h * dim, norm + h * dim, dim, eps);
-      rotate(row + h * dim, cos + angle, sin + angle, rotary_pairs);
-    }
-    for (int g = 0; g < shape.kv_heads; g++) {
-      write_token(cache, slots[t], g, row + (shape.heads + g) * dim, row + (rotated + g) * dim);
-    }
-  }
-}
-
-// ---- attention --------------------------------------------------------------------------------------------------------------
-
-// A tile of up to kMaxRows query vectors (heads of one group of some tokens), in the form that the cache multiplies.
-struct Queries {
-  int rows = 0;
-  int last_key[kMaxRows];   // position of the query: the last key it sees
-  int first_key[kMaxRows];  // the first one
-  float scale[kMaxRows];    // of the int8 codes, times the attention scale
-  int32_t sum[kMaxRows];    // of the codes
-  alignas(64) int8_t codes[kMaxRows * 512];
-  alignas(64) uint16_t halves[kMaxRows * 512];
-};
-
-inline void load_query(Queries& q, const float* head, const AttentionShape& shape, Cache cache, int position) {
-  const int dim = shape.head_dim, r = q.rows++;
-  q.last_key[r] = position;
-  q.first_key[r] = shape.window ? std::max(0, position - shape.window + 1) : 0;
-  if (cache == Cache::kBf16) {
-    for (int d = 0; d < dim; d++) q.halves[r * dim + d] = to_bf16(head[d]);
-    q.scale[r] = shape.scale;
-    return;
-  }
-  float step;
-  quantize_group(head, dim, q.codes + r * dim, &step, &q.sum[r]);
-  q.scale[r] = step * shape.scale;
-}
-
-// Scores of R queries against a tile of 16 keys, unmasked.
-template <int R> inline void score_tile(const Queries& q, int r0, const uint8_t* keys, const uint16_t* key_scales, int dim, F* scores) {
-  if (key_scales) {
-    I total[R];
-    for (int r = 0; r < R; r++) total[r] = set_int(-128 * q.sum[r0 + r]);
-    for (int d = 0; d < dim; d += 4, keys += 64) {
-      const B tile = flip_signs(load_bytes(keys));
-      for (int r = 0; r < R; r++) total[r] = dot(total[r], tile, q.codes + (r0 + r) * dim + d);
-    }
-    const F step = load_half(key_scales);
-    for (int r = 0; r < R; r++) scores[r] = mul(to_float(total[r]), mul(step, set(q.scale[r0 + r])));
-    return;
-  }
-  for (int r = 0; r < R; r++) scores[r] = zero();
-  for (int d = 0; d < dim; d += 2, keys += 64) {
-    const B tile = load_bytes(keys);
-    for (int r = 0; r < R; r++) scores[r] = dot_bf16(scores[r], tile, q.halves + (r0 + r) * dim + d);
-  }
-  for (int r = 0; r < R; r++) scores[r] = mul(scores[r], set(q.scale[r0 + r]));
-}
-
-// The cache of one sequence and KV head, tile by tile.
-struct Keys {
-  const LayerCache& cache;
-  const int32_t* table;
-  int head;
-
-  int block(int key) const { return table[key / cache.block_size]; }
-  int tile(int key) const { return key % cache.block_size / kTile; }
-  const uint8_t* keys(int key) const { return cache.tile(cache.keys, block(key), tile(key), head); }
-  const uint8_t* values(int key) const { return cache.tile(cache.values, block(key), tile(key), head); }
-  const uint16_t* key_scales(int key) const {
-    return cache.cache == Cache::kInt8 ? cache.scale_tile(cache.key_scales, block(key), tile(key), head) : nullptr;
-  }
-  const uint16_t* value_scales(int key) const { return cache.scale_tile(cache.value_scales, block(key), tile(key), head); }
-};
-
-// Blocks lie a whole row apart, where the processor does not look ahead by itself: ask for a tile of a plane before its turn.
-inline void prefetch_tile(const uint8_t* tile, int bytes) {
-  for (int i = 0; i < bytes; i += 64) prefetch(tile + i);
-}
-
-struct Accumulator {  // of the online softmax (Milakov and Gimelshein 2018), per query, for one piece of the keys
-  float top[kMaxRows], total[kMaxRows];
-  float* out;  // [R, D]
-};
-
-// Scores of all queries against the tiles of one chunk of keys, masked: scores [R, kKeyChunk].
-inline void score_chunk(const Queries& q, const Keys& keys, const AttentionShape& shape, int begin, int end, float* scores) {
-  const int dim = shape.head_dim;
-  const int tile_bytes = kTile * dim * (keys.cache.cache == Cache::kInt8 ? 1 : 2);
-  for (int key = begin; key < end; key += kTile) {
-    prefetch_tile(keys.values(key), tile_bytes);
-    if (key + 2 * kTile < end) prefetch_tile(keys.keys(key + 2 * kTile), tile_bytes);
-    F tile[kMaxRows];
-    int r = 0;
-    for (; r + 3 <= q.rows; r += 3) score_tile<3>(q, r, keys.keys(key), keys.key_scales(key), dim, tile + r);
-    for (; r < q.rows; r++) score_tile<1>(q, r, keys.keys(key), keys.key_scales(key), dim, tile + r);
-    for (r = 0; r < q.rows; r++) {
-      F s = tile[r];
-      if (shape.softcap > 0) s = mul(tanh(div(s, set(shape.softcap))), set(shape.softcap));
-      float* row = scores + r * kKeyChunk + key - begin;
-      store(row, s);
-      if (key + kTile - 1 > q.last_key[r] || key < q.first_key[r]) {
-        for (int i = 0; i < kTile; i++) {
-          if (key + i > q.last_key[r] || key + i < q.first_key[r]) row[i] = kMinusInfinity;
-        }
-      }
-    }
-  }
-}
-
-// Turn a query's scores of a chunk into weights and shrink what was summed before. False when it sees nothing here.
-inline bool weigh(float* scores, int count, Accumulator& acc, int r, int dim) {
-  F top = set(kMinusInfinity);
-  for (int i = 0; i < count; i += kTile) top = max(top, load(scores + i));
-  const float chunk_top = highest(top);
-  if (chunk_top <= kMinusInfinity) return false;
-  const float new_top = std::max(acc.top[r], chunk_top);
-  F total = zero();
-  for (int i = 0; i < count; i += kTile) {
-    const F difference = sub(load(scores + i), set(new_top));
-    const F weight = zero_below(exp(difference), difference, -86.0f);  // exactly nothing for a key that is not seen
-    store(scores + i, weight);
-    total = add(total, weight);
-  }
-  const float shrink = acc.top[r] <= kMinusInfinity ? 0.0f : std::exp(acc.top[r] - new_top);
-  acc.total[r] = acc.total[r] * shrink + sum(total);
-  acc.top[r] = new_top;
-  if (shrink != 1.0f) {
-    for (int d = 0; d < dim; d += kTile) store(acc.out + r * dim + d, mul(load(acc.out + r * dim + d), set(shrink)));
-  }
-  return true;
-}
-
-// out[r] += weights x values of a chunk, bf16 values.
-template <int R>
-inline void add_values_bf16(const float* weights, const Keys& keys, int begin, int end, int dim, float* out) {
-  for (int d = 0; d < dim; d += kTile) {
-    F total[R];
-    for (int r = 0; r < R; r++) total[r] = load(out + r * dim + d);
-    for (int key = begin; key < end; key += kTile) {
-      const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key)) + d;
-      const int count = std::min(kTile, end - key);  // what lies behind is of a former owner, and may be NaN
-      for (int i = 0; i < count; i++, values += dim) {
-        const F value = load_bf16(values);
-        for (int r = 0; r < R; r++) total[r] = fma(value, set(weights[r * kKeyChunk + key - begin + i]), total[r]);
-      }
-    }
-    for (int r = 0; r < R; r++) store(out + r * dim + d, total[r]);
-  }
-}
-
-// The same with int8 values: a token's scale goes into its weight, and the weights become 8 bits of their chunk's largest.
-template <int R>
-inline void add_values_int8(float* weights, const Keys& keys, int begin, int end, int dim, float* out) {
-  alignas(64) uint8_t codes[R][kKeyChunk];
-  float step[R];
-  for (int r = 0; r < R; r++) {
-    float* row = weights + r * kKeyChunk;
-    F top = zero();
-    for (int key = begin; key < end; key += kTile) {
-      const F scaled = mul(load(row + key - begin), load_half(keys.value_scales(key)));
-      store(row + key - begin, scaled);
-      top = max(top, scaled);
-    }
-    const float largest = highest(top);
-    step[r] = largest / 255.0f;
-    const F inverse = set(largest > 0 ? 255.0f / largest : 0.0f);
-    for (int i = 0; i < end - begin; i += kTile) store_uint8(codes[r] + i, round(mul(load(row + i), inverse)));
-  }
-  for (int d = 0; d < dim; d += kTile) {
-    I total[R];
-    for (int r = 0; r < R; r++) total[r] = set_int(0);
-    for (int key = begin; key < end; key += kTile) {
-      const uint8_t* values = keys.values(key) + 4 * d;
-      for (int i = 0; i < kTile; i += 4, values += 4 * dim) {
-        const B tile = load_bytes(values);
-        for (int r = 0; r < R; r++) total[r] = dot_signed(total[r], codes[r] + key - begin + i, tile);
-      }
-    }
-    for (int r = 0; r < R; r++) store(out + r * dim + d, fma(to_float(total[r]), set(step[r]), load(out + r * dim + d)));
-  }
-}
-
-template <int R>
-inline void add_values(float* weights, const Keys& keys, int begin, int end, int dim, float* out) {
-  if (keys.cache.cache == Cache::kInt8) {
-    add_values_int8<R>(weights, keys, begin, end, dim, out);
-  } else {
-    add_values_bf16<R>(weights, keys, begin, end, dim, out);
-  }
-}
-
-inline void attend_piece(const Queries& q, const Keys& keys, const AttentionShape& shape, int begin, int end, Accumulator& acc,
-                         float* scores) {
-  const int dim = shape.head_dim;
-  std::fill_n(acc.out, q.rows * dim, 0.0f);
-  std::fill_n(acc.top, q.rows, kMinusInfinity);
-  std::fill_n(acc.total, q.rows, 0.0f);
-  for (int chunk = begin; chunk < end; chunk += kKeyChunk) {
-    const int stop = std::min(end, chunk + kKeyChunk), padded = chunk + (stop - chunk + kTile - 1) / kTile * kTile;
-    score_chunk(q, keys, shape, chunk, stop, scores);
-    for (int r = 0; r < q.rows; r++) {
-      if (!weigh(scores + r * kKeyChunk, padded - chunk, acc, r, dim)) std::fill_n(scores + r * kKeyChunk, kKeyChunk, 0.0f);
-    }
-    int r = 0;
-    for (; r + 3 <= q.rows; r += 3) add_values<3>(scores + r * kKeyChunk, keys, chunk, stop, dim, acc.out + r * dim);
-    for (; r < q.rows; r++) add_values<1>(scores + r * kKeyChunk, keys, chunk, stop, dim, acc.out + r * dim);
-  }
-}
-
-// target = sum of w_i * piece i / sum of w_i * total i with w_i = e^(top i - highest top). States are pairs (top, total).
-inline void merge_pieces(const float* outs, int64_t out_stride, const float* states, int64_t states_stride, int pieces, int dim,
-                         float* target) {
-  float top = kMinusInfinity, total = 0;
-  for (int p = 0; p < pieces; p++) top = std::max(top, states[p * states_stride]);
-  std::fill_n(target, dim, 0.0f);
-  for (int p = 0; p < pieces; p++) {
-    if (states[p * states_stride] <= kMinusInfinity) continue;
-    const float weight = std::exp(states[p * states_stride] - top);
-    total = std::fma(weight, states[p * states_stride + 1], total);
-    for (int d = 0; d < dim; d += kTile) {
-      store(target + d, fma(set(weight), load(outs + p * out_stride + d), load(target + d)));
-    }
-  }
-  const F divisor = set(total);
-  for (int d = 0; d < dim; d += kTile) store(target + d, div(load(target + d), divisor));
-}
-
-void attend(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-            const AttentionItem& item, const AttentionOutput& output, float* scratch) {
-  const int dim = shape.head_dim, per_group = shape.heads / shape.kv_heads, width = (shape.heads + 2 * shape.kv_heads) * dim;
-  const int first_row = sequences.first_row[item.sequence];
-  const int new_tokens = sequences.first_row[item.sequence + 1] - first_row;
-  const int first_position = sequences.length[item.sequence] - new_tokens;
-  const Keys keys{cache, sequences.block_table + static_cast<int64_t>(item.sequence) * sequences.width, item.kv_head};
-  static thread_local Queries q;
-  const int total = (item.query_end - item.query_begin) * per_group, pieces = item.piece_end - item.piece_begin;
-  float* scores = scratch;
-  float* outs = scores + kMaxRows * kKeyChunk;  // [pieces, R, D]
-  float* states = outs + static_cast<int64_t>(pieces) * kMaxRows * dim;  // [pieces, R, 2]
-  for (int first = 0; first < total; first += kMaxRows) {
-    q.rows = 0;
-    int first_key = sequences.length[item.sequence], last_key = 0;
-    for (int n = first; n < std::min(first + kMaxRows, total); n++) {
-      const int token = item.query_begin + n / per_group, head = item.kv_head * per_group + n % per_group;
-      load_query(q, qkv + static_cast<int64_t>(first_row + token) * width + head * dim, shape, cache.cache, first_position + token);
-      first_key = std::min(first_key, q.first_key[q.rows - 1]);
-      last_key = std::max(last_key, q.last_key[q.rows - 1]);
-    }
-    for (int p = 0; p < pieces; p++) {
-      // Chunks begin at multiples of their size whatever is computed beside, so that a row's bits never depend on it.
-      const int piece = (item.piece_begin + p) * kPieceKeys;
-      Accumulator acc;
-      acc.out = outs + static_cast<int64_t>(p) * kMaxRows * dim;
-      attend_piece(q, keys, shape, std::max(piece, first_key / kKeyChunk * kKeyChunk), std::min(piece + kPieceKeys, last_key + 1), acc,
-                   scores);
-      for (int r = 0; r < q.rows; r++) {
-        states[(p * kMaxRows + r) * 2] = acc.top[r];
-        states[(p * kMaxRows + r) * 2 + 1] = acc.total[r];
-      }
-    }
-    for (int r = 0; r < q.rows; r++) {
-      const int token = item.query_begin + (first + r) / per_group, head = item.kv_head * per_group + (first + r) % per_group;
-      const int64_t at = static_cast<int64_t>(first_row + token) * shape.heads + head;
-      if (!output.states) {
-        merge_pieces(outs + r * dim, kMaxRows * dim, states + r * 2, kMaxRows * 2, pieces, dim, output.out + at * dim);
-        continue;
-      }
-      for (int p = 0; p < pieces; p++) {
-        const int64_t piece = item.piece_begin + p;
-        std::memcpy(output.out + piece * output.piece_stride + at * dim, outs + (static_cast<int64_t>(p) * kMaxRows + r) * dim,
-                    sizeof(float) * dim);
-        std::memcpy(output.states + piece * output.states_stride + at * 2, states + (p * kMaxRows + r) * 2, sizeof(float) * 2);
-      }
-    }
-  }
-}
-
-void merge(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out) {
-  for (int64_t at = static_cast<int64_t>(tokens.begin) * shape.heads; at < static_cast<int64_t>(tokens.end) * shape.heads; at++) {
-    merge_pieces(pieces.out + at * shape.head_dim, pieces.piece_stride, pieces.states + at * 2, pieces.states_stride, count,
-                 shape.head_dim, out + at * shape.head_dim);
-  }
-}
+#include "attention.inl"
 
 void softcap(float* x, int64_t count, float cap) {
   int64_t i = 0;
@@ -705,9 +370,25 @@ void softcap(float* x, int64_t count, float cap) {
   for (; i < count; i++) x[i] = std::tanh(x[i] / cap) * cap;
 }
 
+void find_best(const float* x, int count, int first, Best& best) {
+  F top = set(best.value), faults = zero();
+  int i = 0;
+  for (; i + kTile <= count; i += kTile) {
+    const F value = load(x + i);
+    top = max(top, value);
+    faults = fma(value, zero(), faults);  // no longer zero after an infinity or what is not a number
+  }
+  float largest = highest(top), fault = sum(faults);
+  for (; i < count; i++) largest = std::max(largest, x[i]), fault += x[i] * 0;
+  best.is_finite = best.is_finite && fault == 0;
+  if (largest <= best.value) return;
+  const float* at = std::find(x, x + count, largest);
+  if (at < x + count) best = {largest, first + static_cast<int32_t>(at - x), best.is_finite};
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KERNELS_NAME, embed, norm, quantize, linear, norm_add, rope_write, attend, merge, softcap};
+const Kernels KERNELS = {KERNELS_NAME, embed, norm, quantize, linear, norm_add, rope_write, fetch, attend, merge, softcap, find_best};
 
 }  // namespace triblade

@@ -99,18 +99,18 @@ NB_MODULE(_native, m) {
         p.head(address<float>(weight), eps, matrix, softcap);
       })
       .def("run",
-           [](Program& p, int tokens, uintptr_t ids, uintptr_t positions, uintptr_t slots, int sequences, uintptr_t first_row,
-              uintptr_t length, uintptr_t block_table, int width) {
-             StepInputs inputs{tokens, address<int32_t>(ids), address<int32_t>(positions), address<int32_t>(slots),
-                               {sequences, address<int32_t>(first_row), address<int32_t>(length), address<int32_t>(block_table), width}};
+           [](Program& p, uintptr_t ids, int sequences, uintptr_t first_row, uintptr_t length, uintptr_t tables) {
+             const Sequences view{sequences, address<int32_t>(first_row), address<int32_t>(length), address<const int32_t*>(tables)};
              nb::gil_scoped_release release;
-             p.run(inputs);
-           })
+             p.run(address<int32_t>(ids), view);
+           },
+           "ids"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a)
       .def("logits",
-           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
+           [](Program& p, uintptr_t rows, int count, uintptr_t out, uintptr_t best) {
              nb::gil_scoped_release release;
-             p.logits(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
-           })
+             p.logits(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
+           },
+           "rows"_a, "count"_a, "out"_a, "best"_a)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 

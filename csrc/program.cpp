@@ -15,6 +15,7 @@ constexpr int kMaxLayers = 1024;
 constexpr int kMaxSplitTokens = 16;      // steps with more tokens have enough items without splitting sequences
 constexpr int64_t kMaxSplitPieces = 256;  // tokens times pieces that the buffer for split sequences holds
 constexpr int kItemsPerMember = 4;       // enough for the members to finish together
+constexpr int kHeadBlocks = 32;          // of 16 columns of logits
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -46,7 +47,7 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   const int64_t tokens = shape.max_tokens, rows = std::max(shape.max_tokens, shape.max_rows), inputs = shape.max_inputs;
   const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
   const int64_t qkv = heads + 2 * static_cast<int64_t>(attention.kv_heads) * attention.head_dim;
-  scratch_bytes_ = scratch_bytes(shape.max_inputs, attention.head_dim, shape.max_keys);
+  scratch_bytes_ = scratch_bytes(shape.max_inputs, attention.head_dim, attention.kv_heads);
   int64_t offset = 0;
   std::vector<std::pair<void**, int64_t>> places;
   auto place = [&](auto** pointer, int64_t count) {
@@ -60,6 +61,8 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   place(&projected_, tokens * shape.hidden);
   place(&partial_, kMaxSplitPieces * heads);
   place(&states_, 2 * kMaxSplitPieces * attention.heads);
+  place(&positions_, tokens);
+  place(&slots_, tokens);
   place(&activations_.codes, rows * inputs);
   place(&activations_.scales, rows * inputs / 16);
   place(&activations_.sums, rows * inputs / 16);
@@ -68,11 +71,12 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   place(&scratch_, scratch_bytes_ * team_.size());
   arena_ = std::make_unique<Arena>(offset);
   for (auto& [pointer, at] : places) *pointer = arena_->data() + at;
+  best_.resize(static_cast<size_t>(team_.size()) * shape.max_rows);
   items_.reserve((tokens + kMaxSplitPieces) * attention.kv_heads);
 }
 
 void Program::embed(const Matrix& table, float scale) {
-  calls_.push_back([=, this](int member) { kernels_.embed(table, inputs_.ids, scale, shape_.hidden, tokens(member), x_); });
+  calls_.push_back([=, this](int member) { kernels_.embed(table, ids_, scale, shape_.hidden, tokens(member), x_); });
 }
 
 void Program::norm(const float* weight, float eps, const Matrix& next) {
@@ -85,7 +89,7 @@ void Program::record_linear(const Matrix& matrix, Epilogue epilogue, float* out,
   const int unit = epilogue == Epilogue::kSilu || epilogue == Epilogue::kGelu ? 2 : 1;
   calls_.push_back([=, this](int member) {
     const Share blocks = share(matrix.blocks(), unit, member, team_.size());
-    kernels_.linear(matrix, activations_, inputs_.tokens, epilogue, blocks, out, stride, scratch_ + member * scratch_bytes_);
+    kernels_.linear(matrix, activations_, tokens_, epilogue, blocks, out, stride, scratch_ + member * scratch_bytes_);
   });
 }
 
@@ -96,10 +100,12 @@ void Program::attention(const LayerCache& cache, int window, const RopeTable& ro
   AttentionShape shape = shape_.attention;
   shape.window = window;
   const int layer = layers_++;
+  block_size_ = cache.block_size;
   const int width = shape.heads * shape.head_dim;
   calls_.push_back([=, this](int member) {
-    kernels_.rope_write(qkv_, shape, qk_norm, eps, rope.cos, rope.sin, rope.pairs, inputs_.positions, inputs_.slots, cache,
+    kernels_.rope_write(qkv_, shape, qk_norm, eps, rope.cos, rope.sin, rope.pairs, positions_, slots_, cache,
                         tokens(member));
+    if (member < static_cast<int>(items_.size())) kernels_.fetch(shape, sequences_, cache, items_[member]);
   });
   calls_.push_back([=, this](int member) { attend_all(layer, cache, shape, member); });
   calls_.push_back([=, this](int member) {
@@ -129,32 +135,65 @@ void Program::head(const float* weight, float eps, const Matrix& matrix, float s
     const Share rows = share(row_count_, 1, member, team_.size());
     kernels_.norm(x_, weight, eps, shape_.hidden, rows_, matrix, rows, activations_);
   });
-  head_calls_.push_back([=, this](int member) {
-    const Share blocks = share(matrix.blocks(), 1, member, team_.size());
-    kernels_.linear(matrix, activations_, row_count_, Epilogue::kStore, blocks, logits_, matrix.rows,
-                    scratch_ + member * scratch_bytes_);
-    if (softcap <= 0) return;
-    const int begin = blocks.begin * 16, end = std::min(blocks.end * 16, matrix.rows);
-    for (int r = 0; r < row_count_; r++) {
-      kernels_.softcap(logits_ + static_cast<int64_t>(r) * matrix.rows + begin, end - begin, softcap);
-    }
-  });
+  head_calls_.push_back([=, this](int member) { head_share(matrix, softcap, member); });
 }
 
-void Program::run(const StepInputs& inputs) {
-  inputs_ = inputs;
+// A member's columns of the logits, a few at a time, so that they are still near when they are looked at.
+void Program::head_share(const Matrix& matrix, float softcap, int member) {
+  const Share all = share(matrix.blocks(), 1, member, team_.size());
+  Best* best = best_.data() + member * shape_.max_rows;
+  std::fill_n(best, row_count_, Best{});
+  for (int block = all.begin; block < all.end; block += kHeadBlocks) {
+    const Share blocks{block, std::min(block + kHeadBlocks, all.end)};
+    kernels_.linear(matrix, activations_, row_count_, Epilogue::kStore, blocks, logits_, matrix.rows, scratch_ + member * scratch_bytes_);
+    const int begin = blocks.begin * 16, end = std::min(blocks.end * 16, matrix.rows), tokens = std::min(end, shape_.vocabulary) - begin;
+    for (int r = 0; r < row_count_; r++) {
+      float* row = logits_ + static_cast<int64_t>(r) * matrix.rows + begin;
+      if (softcap > 0) kernels_.softcap(row, end - begin, softcap);
+      if (tokens > 0) kernels_.find_best(row, tokens, begin, best[r]);
+    }
+  }
+}
+
+void Program::run(const int32_t* ids, const Sequences& sequences) {
+  ids_ = ids;
+  sequences_ = sequences;
+  tokens_ = sequences.first_row[sequences.count];
+  place_tokens();
   plan_attention();
-  for (int layer = 0; layer < layers_; layer++) next_item_[layer].store(0, std::memory_order_relaxed);
+  for (int layer = 0; layer < layers_; layer++) next_item_[layer].store(team_.size(), std::memory_order_relaxed);
   walked_ = &calls_;
   team_.run(walk, this);
 }
 
-void Program::logits(const int32_t* rows, int count, float* out) {
+void Program::logits(const int32_t* rows, int count, float* out, int32_t* best) {
   rows_ = rows;
   row_count_ = count;
   logits_ = out;
   walked_ = &head_calls_;
   team_.run(walk, this);
+  for (int r = 0; r < count; r++) {
+    Best whole = best_[r];
+    for (int member = 1; member < team_.size(); member++) {
+      const Best& part = best_[member * shape_.max_rows + r];
+      const bool is_finite = whole.is_finite && part.is_finite;
+      if (part.value > whole.value) whole = part;
+      whole.is_finite = is_finite;
+    }
+    best[r] = whole.is_finite ? whole.token : -1;
+  }
+}
+
+// Position and slot of every token, from its sequence's length and blocks.
+void Program::place_tokens() {
+  for (int s = 0; s < sequences_.count; s++) {
+    const int end = sequences_.first_row[s + 1], first = sequences_.length[s] - end;
+    for (int t = sequences_.first_row[s]; t < end; t++) {
+      const int position = first + t;
+      positions_[t] = position;
+      slots_[t] = sequences_.tables[s][position / block_size_] * block_size_ + position % block_size_;
+    }
+  }
 }
 
 void Program::walk(void* context, int member) {
@@ -168,43 +207,51 @@ void Program::walk(void* context, int member) {
 // Cut the step's attention into items: queries that share keys stay together; a few long sequences are split along their keys. How
 // they are cut decides who computes a piece, never what it is.
 void Program::plan_attention() {
-  const Sequences& sequences = inputs_.sequences;
+  const Sequences& sequences = sequences_;
   const AttentionShape& shape = shape_.attention;
-  const int queries_per_item = std::max(1, kRowsPerItem * shape.kv_heads / shape.heads);
-  int whole_items = 0, longest = 0;
+  const int queries_per_item = std::max(1, kRowsPerItem * shape.kv_heads / shape.heads), enough = kItemsPerMember * team_.size();
+  auto pieces_of = [&](int s) { return (sequences.length[s] + kPieceKeys - 1) / kPieceKeys; };
+  auto queries_of = [&](int s) { return sequences.first_row[s + 1] - sequences.first_row[s]; };
+  int tiles = 0;  // of queries
+  pieces_ = 0;
   for (int s = 0; s < sequences.count; s++) {
-    const int queries = sequences.first_row[s + 1] - sequences.first_row[s];
-    whole_items += (queries + queries_per_item - 1) / queries_per_item * shape.kv_heads;
-    longest = std::max(longest, sequences.length[s]);
+    tiles += (queries_of(s) + queries_per_item - 1) / queries_per_item;
+    pieces_ = std::max(pieces_, pieces_of(s));
   }
-  pieces_ = (longest + kPieceKeys - 1) / kPieceKeys;
-  is_split_ = pieces_ > 1 && team_.size() > 1 && whole_items < kItemsPerMember * team_.size() &&
-              inputs_.tokens <= kMaxSplitTokens && static_cast<int64_t>(inputs_.tokens) * pieces_ <= kMaxSplitPieces;
+  is_split_ = pieces_ > 1 && team_.size() > 1 && tiles * shape.kv_heads < enough && tokens_ <= kMaxSplitTokens &&
+              static_cast<int64_t>(tokens_) * pieces_ <= kMaxSplitPieces;
+  // All heads of a tile of keys lie together in memory. Where many queries read the same keys, they come from the cache, and fewer
+  // heads at a time fit better.
+  const bool heads_together = tiles * (is_split_ ? pieces_ : 1) >= enough;
   items_.clear();
   for (int s = 0; s < sequences.count; s++) {
-    const int queries = sequences.first_row[s + 1] - sequences.first_row[s];
-    const int pieces = is_split_ ? pieces_ : (sequences.length[s] + kPieceKeys - 1) / kPieceKeys;
-    const int step = is_split_ ? 1 : pieces;
+    const int queries = queries_of(s), pieces = is_split_ ? pieces_ : pieces_of(s), step = is_split_ ? 1 : pieces;
+    const int heads = heads_together && queries <= queries_per_item ? shape.kv_heads : 1;
     for (int q = 0; q < queries; q += queries_per_item) {
-      for (int head = 0; head < shape.kv_heads; head++) {
-        for (int p = 0; p < pieces; p += step) items_.push_back({s, head, q, std::min(q + queries_per_item, queries), p, p + step});
+      for (int head = 0; head < shape.kv_heads; head += heads) {
+        for (int p = 0; p < pieces; p += step) {
+          items_.push_back({s, head, head + heads, q, std::min(q + queries_per_item, queries), p, p + step});
+        }
       }
     }
   }
 }
 
 AttentionOutput Program::pieces() const {
-  const int64_t rows = static_cast<int64_t>(inputs_.tokens) * shape_.attention.heads;
+  const int64_t rows = static_cast<int64_t>(tokens_) * shape_.attention.heads;
   return {partial_, states_, rows * shape_.attention.head_dim, rows * 2};
 }
 
 void Program::attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member) {
   auto* scratch = reinterpret_cast<float*>(scratch_ + member * scratch_bytes_);
   const AttentionOutput output = is_split_ ? pieces() : AttentionOutput{attended_};
-  for (;;) {
-    const int n = next_item_[layer].fetch_add(1, std::memory_order_relaxed);
-    if (n >= static_cast<int>(items_.size())) return;
-    kernels_.attend(qkv_, shape, inputs_.sequences, cache, items_[n], output, scratch);
+  auto item_at = [&](int n) { return n < static_cast<int>(items_.size()) ? &items_[n] : nullptr; };
+  auto take = [&] { return item_at(next_item_[layer].fetch_add(1, std::memory_order_relaxed)); };
+  const AttentionItem* item = item_at(member);  // the first one is fetched already
+  while (item) {
+    const AttentionItem* next = take();  // one item ahead, so that its keys are on their way when their turn comes
+    kernels_.attend(qkv_, shape, sequences_, cache, *item, next, output, scratch);
+    item = next;
   }
 }
 

@@ -18,18 +18,10 @@ struct ProgramShape {
   int max_rows = 0;  // rows of logits made at a time
   int hidden = 0;
   int intermediate = 0;
-  int vocabulary = 0;
+  int vocabulary = 0;  // tokens that may be chosen; columns of logits beyond are padding
   int max_inputs = 0;  // widest input of a matrix, padding included
   int max_keys = 0;    // longest sequence
   AttentionShape attention{};  // window is per layer
-};
-
-struct StepInputs {
-  int tokens = 0;
-  const int32_t* ids = nullptr;        // [T]
-  const int32_t* positions = nullptr;  // [T]
-  const int32_t* slots = nullptr;      // [T]
-  Sequences sequences;
 };
 
 struct RopeTable {
@@ -69,9 +61,10 @@ class Program {
   void gate_up(const Matrix& matrix, Epilogue activation, const Matrix& next);    // inputs -> act(gate) * up -> inputs of `next`
   void head(const float* weight, float eps, const Matrix& matrix, float softcap);
 
-  // Replay: hidden states of a step, kept until the next one; then logits of any of its rows, at most max_rows at a time.
-  void run(const StepInputs& inputs);
-  void logits(const int32_t* rows, int count, float* out);
+  // Replay: hidden states of a step, kept until the next one; then logits [R, rows of the head] of any of its rows, at most max_rows
+  // at a time, and of each row the token with the largest, or -1 if one is not finite.
+  void run(const int32_t* ids, const Sequences& sequences);
+  void logits(const int32_t* rows, int count, float* out, int32_t* best);
 
   int64_t buffer_bytes() const { return arena_->size(); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
@@ -79,11 +72,13 @@ class Program {
  private:
   using Call = std::function<void(int member)>;
 
-  Share tokens(int member) const { return share(inputs_.tokens, 1, member, team_.size()); }
+  Share tokens(int member) const { return share(tokens_, 1, member, team_.size()); }
   void record_linear(const Matrix& matrix, Epilogue epilogue, float* out, int stride);
+  void place_tokens();
   void plan_attention();
   AttentionOutput pieces() const;
   void attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member);
+  void head_share(const Matrix& matrix, float softcap, int member);
   static void walk(void* context, int member);
 
   const Kernels& kernels_;
@@ -98,7 +93,11 @@ class Program {
   uint8_t* scratch_;
   int64_t scratch_bytes_;
 
-  StepInputs inputs_;
+  int tokens_ = 0;
+  const int32_t* ids_ = nullptr;
+  Sequences sequences_;
+  int32_t *positions_, *slots_;  // [T]
+  int block_size_ = 0;
   std::vector<AttentionItem> items_;
   int pieces_ = 1;        // of the longest sequence
   bool is_split_ = false;  // pieces of a sequence are items of their own
@@ -108,6 +107,7 @@ class Program {
   const int32_t* rows_ = nullptr;
   int row_count_ = 0;
   float* logits_ = nullptr;
+  std::vector<Best> best_;  // [members, max_rows]
 };
 
 }  // namespace triblade

@@ -85,7 +85,7 @@ inline void store_bytes(void* p, B x) {
   auto* q = static_cast<__m256i*>(p);
   _mm256_storeu_si256(q, x.a), _mm256_storeu_si256(q + 1, x.b);
 }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline B low_nibbles(B x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};

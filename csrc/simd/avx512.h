@@ -45,7 +45,7 @@ inline void store_uint8(uint8_t* p, F rounded) {
 }
 
 inline B load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline B low_nibbles(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline B high_nibbles(B a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 inline B flip_signs(B a) { return _mm512_xor_si512(a, _mm512_set1_epi8(static_cast<char>(0x80))); }

@@ -1,6 +1,7 @@
 // Random matrices, caches and whole tiny programs for the drivers in this folder. Every buffer has its exact size, so that a sanitizer
 // sees the first byte too many.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -137,23 +138,29 @@ class TinyModel {
 
   // Advance every sequence by its count; logits of all rows.
   std::vector<float> step(const std::vector<int>& counts) {
-    std::vector<int32_t> ids, positions, slots, rows{0}, lengths, table, index;
+    std::vector<int32_t> ids, rows{0}, lengths, index;
+    std::vector<std::vector<int32_t>> blocks;
+    std::vector<const int32_t*> tables;
     for (int s = 0; s < static_cast<int>(counts.size()); s++) {
       for (int n = 0; n < counts[s]; n++, done_[s]++) {
         ids.push_back((31 * done_[s] + 7 * s) % kVocabulary);
-        positions.push_back(done_[s]);
-        slots.push_back((s * kWidth + done_[s] / kBlock) * kBlock + done_[s] % kBlock);
         index.push_back(static_cast<int32_t>(index.size()));
       }
       rows.push_back(static_cast<int32_t>(ids.size()));
       lengths.push_back(done_[s]);
-      for (int b = 0; b < kWidth; b++) table.push_back(s * kWidth + b);
+      blocks.emplace_back();
+      for (int b = 0; b < kWidth; b++) blocks.back().push_back(s * kWidth + b);
+      tables.push_back(blocks.back().data());
     }
     const int tokens = static_cast<int>(ids.size());
-    program_->run({tokens, ids.data(), positions.data(), slots.data(),
-                   {static_cast<int>(counts.size()), rows.data(), lengths.data(), table.data(), kWidth}});
+    program_->run(ids.data(), {static_cast<int>(counts.size()), rows.data(), lengths.data(), tables.data()});
     std::vector<float> logits(static_cast<int64_t>(tokens) * kVocabulary);
-    program_->logits(index.data(), tokens, logits.data());
+    std::vector<int32_t> best(tokens);
+    program_->logits(index.data(), tokens, logits.data(), best.data());
+    for (int t = 0; t < tokens; t++) {
+      const float* row = logits.data() + static_cast<int64_t>(t) * kVocabulary;
+      require(best[t] == std::max_element(row, row + kVocabulary) - row, "the best token has the largest logit");
+    }
     return logits;
   }
 

@@ -188,16 +188,17 @@ class Step:
             "qk,khd->qhd", seen.double(), v.abs() / steps[..., None].clamp_min(1e-9)
         )
 
-    def run(self, ops: Ops, *, split: bool = False, tile: int = 4) -> Tensor:
-        """[T, H, D] of the kernel: tiles of queries, and the pieces of the keys apart or merged at once."""
+    def run(self, ops: Ops, *, split: bool = False, tile: int = 4, heads: int = 1) -> Tensor:
+        """[T, H, D] of the kernel: tiles of queries, some heads at a time, the pieces of the keys apart or merged at once."""
         shape, tokens = self.shape, self.first_rows[-1]
         pieces = -(-max(self.lengths) // _native.PIECE_KEYS)
         out = torch.full((pieces if split else 1, tokens, shape.heads, shape.dim), torch.nan)
         states = torch.full((pieces, tokens, shape.heads, 2), torch.nan)
         rows, lengths, table = integers(self.first_rows), integers(self.lengths), integers(self.table)
-        sequences = _native.Sequences(len(lengths), address(rows), address(lengths), address(table), table.shape[1])
+        tables = torch.tensor([address(blocks) for blocks in table])
+        sequences = _native.Sequences(len(lengths), address(rows), address(lengths), address(tables))
         view, native, at = layer_cache(self.cache, LAYER), shape.native, address(states) if split else 0
-        for item in self._items(pieces, tile, split):
+        for item in self._items(pieces, tile, heads, split):
             ops.kernels.attend(address(self.qkv), native, sequences, view, item, address(out), at)
         if not split:
             return out[0]
@@ -205,14 +206,15 @@ class Step:
         ops.kernels.merge(address(out), at, pieces, native, tokens, address(joined))
         return joined
 
-    def _items(self, pieces: int, tile: int, split: bool) -> Iterator[list[int]]:
+    def _items(self, pieces: int, tile: int, heads: int, split: bool) -> Iterator[list[int]]:
         for s, length in enumerate(self.lengths):
             queries = self.first_rows[s + 1] - self.first_rows[s]
             own = -(-length // _native.PIECE_KEYS)
             spans = [(piece, piece + 1) for piece in range(pieces)] if split else [(0, own)]
             for first in range(0, queries, tile):
-                for group in range(self.shape.groups):
-                    yield from ([s, group, first, min(first + tile, queries), *span] for span in spans)
+                for group in range(0, self.shape.groups, heads):
+                    groups = (group, min(group + heads, self.shape.groups))
+                    yield from ([s, *groups, first, min(first + tile, queries), *span] for span in spans)
 
 
 def stored_query(q: Tensor, codec: str) -> Tensor:
@@ -276,13 +278,14 @@ def test_pieces_of_the_keys_join_to_the_whole_bit_for_bit(ops: Ops, codec: str, 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("window", [0, 7, 200])
-def test_tiles_of_queries_do_not_change_a_bit(ops: Ops, codec: str, window: int) -> None:  # E14, E15
-    """Which queries are attended together, and beside which sequences, is not visible in the result."""
+def test_tiles_of_queries_and_heads_do_not_change_a_bit(ops: Ops, codec: str, window: int) -> None:  # E14, E15
+    """Which queries and heads are attended together, and beside which sequences, is not visible in the result."""
     shape = Shape(6, 2, 32, window=window)
     step = Step.of(shape, codec, [33, 450], [20, 37])
     whole = step.run(ops, tile=2)
     for tile in (1, 3, 4, 7):
         assert torch.equal(step.run(ops, tile=tile), whole)
+        assert torch.equal(step.run(ops, tile=tile, heads=2), whole)
     alone = Step(shape, step.cache, step.qkv[20:].contiguous(), [450], [0, 37], step.table[1:])
     assert torch.equal(alone.run(ops, tile=4), whole[20:])
     last = Step(shape, step.cache, step.qkv[-1:].contiguous(), [450], [0, 1], step.table[1:])

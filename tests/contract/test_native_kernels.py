@@ -188,6 +188,22 @@ def test_soft_cap(ops: Ops, count: int) -> None:
     torch.testing.assert_close(ops.softcap(x, 30.0), 30 * torch.tanh(x / 30), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 500])
+@pytest.mark.parametrize("part", [16, 512])
+def test_best_token(ops: Ops, count: int, part: int) -> None:
+    x = -randn(count).abs() - 1
+    for place in sorted({0, count // 2, count - 1}):
+        x[place] = 5.0 + place
+        assert ops.find_best(x, part) == place
+    x[: count // 2 + 1] = x.max()  # the first one among equals
+    assert ops.find_best(x, part) == 0
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for place in {0, count // 2, count - 1}:
+            faulty = x.clone()
+            faulty[place] = bad
+            assert ops.find_best(faulty, part) == -1  # A22
+
+
 def test_activations_at_extreme_values(ops: Ops) -> None:
     """Nothing overflows where exp would: a gate of -1e4 gives 0, of 1e4 itself."""
     weight = torch.zeros(32, 2)

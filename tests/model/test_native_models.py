@@ -158,7 +158,7 @@ def test_gguf_blocks_are_multiplied_as_stored(kind: str, tmp_path: Path) -> None
     dtype = torch.bfloat16 if kind == "F16" else torch.float32
     dense = StateDictSource({name: checkpoint.tensor(name).to(dtype).float() for name in checkpoint.names()})
     decoder = Decoder(config, load_weights(dense, config, torch.float32), twin, config.context_length)
-    expected = all_logits(TorchExecutor(decoder, make_cache(config, "bfloat16", "tokens")), IDS)
+    expected = all_logits(TorchExecutor(decoder, make_cache(config, "bfloat16", "tokens"), config.vocab_size), IDS)
     assert_near(all_logits(native, IDS), expected, 5e-2)
 
 
@@ -318,4 +318,4 @@ def test_sizes_are_counted() -> None:
     native = native_executor(model, torch.bfloat16)
     assert native.weight_bytes == sum(t.numel() for t in model.source.tensors.values() if t.ndim == 2) * 2
     assert native.buffer_bytes >= 256 * 64 * 4
-    assert NativeOptions(threads=1, max_tokens=1, max_rows=1).spin_us > 0
+    assert NativeOptions(threads=1, vocab_size=1, max_tokens=1, max_rows=1).spin_us > 0

@@ -126,6 +126,10 @@ class Ops:
         self.kernels.softcap(address(out), out.numel(), cap)
         return out
 
+    def find_best(self, x: Tensor, part: int) -> int:
+        found: int = self.kernels.find_best(address(x), x.numel(), part)
+        return found
+
 
 def layer_cache(cache: KVCache, layer: int) -> Any:
     """The kernels' view of one layer; `cache` must outlive it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def native_executor(
 
 
 def executor_of(config: ModelConfig, weights: Any, codec: str = "bfloat16", **options: Any) -> NativeExecutor:
-    settings = {"threads": 2, "max_tokens": 256, "max_rows": 256, **options}
+    settings = {"threads": 2, "vocab_size": config.vocab_size, "max_tokens": 256, "max_rows": 256, **options}
     cache = make_cache(config, codec, "tiles")
     return NativeExecutor(config, weights, cache, config.context_length, NativeOptions(**settings))
 
@@ -116,7 +117,9 @@ def twin_executor(
     weights = load_weights(rounded_source(model, dtype, scheme), config, torch.float32)
     inputs = "int8" if scheme else str(dtype).removeprefix("torch.")
     return TorchExecutor(
-        Decoder(config, weights, Twin(inputs), config.context_length), make_cache(config, codec, "tokens")
+        Decoder(config, weights, Twin(inputs), config.context_length),
+        make_cache(config, codec, "tokens"),
+        config.vocab_size,
     )
 
 
@@ -126,7 +129,7 @@ def sequence(number: int, tokens: Sequence[int]) -> Request:
         request_id="", number=number, prompt_token_ids=list(tokens), params=SamplingParams(), seed=0, max_tokens=1
     )
     first = number * SEQUENCE_BLOCKS
-    request.block_table = list(range(first + SEQUENCE_BLOCKS - 1, first - 1, -1))
+    request.block_table = array("i", range(first + SEQUENCE_BLOCKS - 1, first - 1, -1))
     return request
 
 

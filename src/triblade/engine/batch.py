@@ -47,10 +47,8 @@ class FlatTokens:
         """Read the scheduled tokens, drafts included."""
         flat = cls()
         for item in items:
-            request, span = item.request, range(item.start, item.start + item.num_tokens)
-            tokens = request.token_ids if not item.num_draft_tokens else request.token_ids + request.draft_token_ids
-            table = request.block_table
-            flat.ids += tokens[span.start : span.stop]
+            span, table = range(item.start, item.start + item.num_tokens), item.request.block_table
+            flat.ids += item.token_ids
             flat.positions += span
             flat.slots += [table[p // block_size] * block_size + p % block_size for p in span]
             flat.first_rows.append(len(flat.ids))
@@ -85,7 +83,7 @@ def _group(items: list[ScheduledRequest], first_row: int, positions: Tensor, blo
     num_keys = max(item.start for item in items) + queries
     width = -(-num_keys // block_size)
     tables = [item.request.block_table[:width] for item in items]
-    padded = [table + [0] * (width - len(table)) for table in tables]
+    padded = [[*table, *([0] * (width - len(table)))] for table in tables]
     rows = positions[first_row : first_row + len(items) * queries].view(len(items), queries)
     foreign = None
     if any(item.start + queries < num_keys for item in items):

@@ -116,6 +116,7 @@ def native_executor(config: EngineConfig, model: OpenModel, cache: KVCache, cont
     weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
     options = NativeOptions(
         threads=config.threads or host.usable_cores(),
+        vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,
         max_rows=max(min(config.max_num_seqs, config.max_num_batched_tokens), PROMPT_LOGITS_ROWS),
         isa=config.isa or forced_isa(),
@@ -132,7 +133,7 @@ def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, conte
     softcap = model.config.attention_softcap is not None
     backend, reason = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
     log.info("backend %s, %s", backend.name, reason)
-    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache)
+    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size)
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool) -> KVLayout:

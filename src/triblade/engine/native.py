@@ -6,6 +6,7 @@ as long as the program does.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triblade.engine.batch import FlatTokens
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.errors import UnsupportedError
 from triblade.kv.cache import KVCache
@@ -34,6 +34,7 @@ class NativeOptions:
     """How the program runs."""
 
     threads: int
+    vocab_size: int  # tokens that may be chosen
     max_tokens: int
     max_rows: int
     isa: str = ""  # "": the best one
@@ -106,6 +107,9 @@ class NativeExecutor:
         self._ropes = [rope_table(rope, context_length) for rope in config.ropes]
         self._held: list[Tensor] = []
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
+        self._vocab_size = min(options.vocab_size, weights.head.num_rows)
+        self._best = array("i", [0] * options.max_rows)
+        self._num_rows = 0
         self._program = self._make_program(options, context_length)
         self._record()
 
@@ -122,23 +126,24 @@ class NativeExecutor:
 
     def forward(self, items: Sequence[ScheduledRequest]) -> None:
         """See `StepExecutor`."""
-        flat = FlatTokens.of(items, self.cache.layout.block_size)
-        tables = [item.request.block_table for item in items]
-        width = max(map(len, tables))
-        padded = [block for table in tables for block in (*table, *([0] * (width - len(table))))]
-        lengths = [item.start + item.num_tokens for item in items]
-        numbers = (*flat.ids, *flat.positions, *flat.slots, *flat.first_rows, *lengths, *padded)
-        step = torch.tensor(numbers, dtype=torch.int32)
-        tokens, sequences = len(flat.ids), len(items)
-        starts = (0, tokens, 2 * tokens, 3 * tokens, 3 * tokens + sequences + 1, 3 * tokens + 2 * sequences + 1)
-        at = [step.data_ptr() + 4 * start for start in starts]
-        self._program.run(tokens, at[0], at[1], at[2], sequences, at[3], at[4], at[5], width)
+        ids, first_rows, lengths, tables = array("i"), array("i", [0]), array("i"), array("q")
+        for item in items:
+            ids.extend(item.token_ids)
+            first_rows.append(len(ids))
+            lengths.append(item.start + item.num_tokens)
+            tables.append(_start(item.request.block_table))
+        self._program.run(_start(ids), len(items), _start(first_rows), _start(lengths), _start(tables))
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """See `StepExecutor`."""
-        index = torch.tensor(list(rows), dtype=torch.int32)
-        self._program.logits(index.data_ptr(), len(rows), self._logits.data_ptr())
-        return self._logits[: len(rows)]
+        index = array("i", rows)
+        self._num_rows = len(index)
+        self._program.logits(_start(index), len(index), self._logits.data_ptr(), _start(self._best))
+        return self._logits[: len(index), : self._vocab_size]
+
+    def best(self) -> list[int]:
+        """See `StepExecutor`."""
+        return self._best[: self._num_rows].tolist()
 
     def _make_program(self, options: NativeOptions, context_length: int) -> Any:
         config = self._config
@@ -151,7 +156,7 @@ class NativeExecutor:
             max_rows=options.max_rows,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
-            vocabulary=config.vocab_size,
+            vocabulary=self._vocab_size,
             max_inputs=max(matrix.num_inputs for matrix in self._matrices()),
             max_keys=context_length,
             heads=config.num_heads,
@@ -258,6 +263,11 @@ def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> Decoder
         final_norm=weights.final_norm,
         head=renewed[id(weights.head)],
     )
+
+
+def _start(numbers: array[int]) -> int:
+    """The address of an array's first number; good while the array is neither changed nor dropped."""
+    return numbers.buffer_info()[0]
 
 
 def _address(tensor: Tensor | None) -> int:

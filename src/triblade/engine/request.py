@@ -7,6 +7,7 @@ appends to it.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -50,7 +51,9 @@ class Request:
     num_computed_tokens: int = 0  # scheduler; tokens whose KV is in `block_table`
     num_cached_tokens: int = 0  # scheduler; prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0  # scheduler
-    block_table: list[int] = field(default_factory=list)  # scheduler
+    block_table: array[int] = field(
+        default_factory=lambda: array("i")
+    )  # scheduler; int32, read by native code as it is
     published: list[CachedBlock] = field(default_factory=list)  # scheduler; one per leading full block
 
     def __post_init__(self) -> None:

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
-from triblade.spec.sampler import Sampler, SamplerRow, finite_rows
+from triblade.spec.sampler import Sampler, SamplerRow
 
 # Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
 PROMPT_LOGITS_ROWS = 32
@@ -42,7 +39,6 @@ class ModelRunner:
         self.executor = executor
         self.sampler = sampler
 
-    @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
         items = sorted(scheduled, key=lambda item: item.num_tokens)  # equal lengths stand together
@@ -53,25 +49,21 @@ class ModelRunner:
         self._sample(items, first_rows, results)
         return results
 
-    def _logits(self, rows: Sequence[int]) -> Tensor:
-        """[R, V] of the columns that are tokens."""
-        return self.executor.logits(rows)[:, : self.sampler.vocab_size]
-
     def _sample(self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]) -> None:
         """Sample for every item that reached the end of its known tokens, unless it wants no token."""
         chosen = [i for i, item in enumerate(items) if item.samples and item.request.max_tokens > 0]
         if not chosen:
             return
-        logits = self._logits([first_rows[i + 1] - 1 for i in chosen])
-        finite = finite_rows(logits)
-        for i, is_finite in zip(chosen, finite, strict=True):
-            results[i].is_finite = is_finite
-        if not all(finite):
-            kept = [n for n, is_finite in enumerate(finite) if is_finite]
-            chosen, logits = [chosen[n] for n in kept], logits[kept]
+        logits = self.executor.logits([first_rows[i + 1] - 1 for i in chosen])
+        best = self.executor.best()
+        if min(best) < 0:
+            for i, token in zip(chosen, best, strict=True):
+                results[i].is_finite = token >= 0
+            kept = [n for n, token in enumerate(best) if token >= 0]
+            chosen, best, logits = [chosen[n] for n in kept], [best[n] for n in kept], logits[kept]
         if not chosen:
             return
-        sampled = self.sampler.sample(logits, [sampler_row(items[i].request) for i in chosen])
+        sampled = self.sampler.sample(logits, [sampler_row(items[i].request) for i in chosen], best)
         for i, token, logprobs in zip(chosen, sampled.token_ids, sampled.logprobs, strict=True):
             results[i].token_ids, results[i].logprobs = [token], [logprobs]
 
@@ -86,7 +78,7 @@ class ModelRunner:
             for start in range(item.start, stop, PROMPT_LOGITS_ROWS):
                 targets = request.prompt_token_ids[start + 1 : min(start + PROMPT_LOGITS_ROWS, stop) + 1]
                 row = first_row + start - item.start
-                logits = self._logits(range(row, row + len(targets)))
+                logits = self.executor.logits(range(row, row + len(targets)))
                 scored = self.sampler.logprobs(logits, targets, [request.params.prompt_logprobs] * len(targets))
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
 

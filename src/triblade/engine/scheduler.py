@@ -12,6 +12,7 @@ Life of a request here:
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,13 @@ class ScheduledRequest:
         start = request.num_computed_tokens
         beyond = start + num_tokens - request.num_tokens
         return cls(request, start, num_tokens, max(0, beyond), beyond >= 0)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute, drafts included."""
+        request = self.request
+        known = request.token_ids if not self.num_draft_tokens else request.token_ids + request.draft_token_ids
+        return known[self.start : self.start + self.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ class Scheduler:
             if victim is request:
                 return False
         if needed > 0:
-            request.block_table += self.pool.allocate(needed)
+            request.block_table.extend(self.pool.allocate(needed))
         return True
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
@@ -179,7 +187,7 @@ class Scheduler:
         needed = self._blocks_for(request.num_tokens) - len(prefix)
         if needed > self.pool.num_free - self.pool.count_free(prefix):
             return False
-        request.block_table = self.pool.share(prefix) + self.pool.allocate(needed)
+        request.block_table = array("i", self.pool.share(prefix) + self.pool.allocate(needed))
         request.published = prefix
         request.num_computed_tokens = len(prefix) * self.block_size
         if request.num_preemptions == 0:
@@ -205,7 +213,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_table)
-        request.block_table, request.published = [], []
+        request.block_table, request.published = array("i"), []
         request.num_computed_tokens = 0
         request.draft_token_ids = []
 

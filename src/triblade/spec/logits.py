@@ -54,7 +54,7 @@ def process_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
     The argument is not changed; without anything to apply it is returned as it is.
     """
-    if all(_is_plain(row) for row in rows):
+    if all(row.is_plain for row in rows):
         return logits
     logits = logits.clone()
     _add_bias(logits, rows)
@@ -63,19 +63,6 @@ def process_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     _keep_allowed(logits, rows)
     _bar(logits, rows)
     return logits
-
-
-def _is_plain(row: SamplerRow) -> bool:
-    params = row.params
-    return (
-        params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.allowed_token_ids is None
-        and not params.logit_bias
-        and not row.bad_words
-        and row.position >= params.min_tokens
-    )
 
 
 def _add_bias(logits: Tensor, rows: Sequence[SamplerRow]) -> None:

@@ -20,7 +20,7 @@ from triblade.spec.logprobs import token_logprobs
 from triblade.spec.random_numbers import child_seed, uniform
 from triblade.spec.sampler_row import SamplerRow
 
-__all__ = ["Sampled", "Sampler", "SamplerRow", "child_seed", "finite_rows", "uniform"]
+__all__ = ["Sampled", "Sampler", "SamplerRow", "best_tokens", "child_seed", "uniform"]
 
 CELLS_AT_ONCE = 2**23  # weights made together; bounds the memory of a step with a large vocabulary
 
@@ -61,12 +61,15 @@ class Sampler:
             result[index] = (weights / total_weight(weights).double()).float()
         return result
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
+    def sample(self, logits: Tensor, rows: Sequence[SamplerRow], best: Sequence[int] | None = None) -> Sampled:
         """Choose a token for each row of float32 logits [R, C].
 
         Greedy rows take the largest logit, the smallest id among equals. A row that is not finite (see
-        `finite_rows`) gets some token of the vocabulary and disturbs no other.
+        `best_tokens`) gets some token of the vocabulary and disturbs no other. `best`, where it is known
+        already, is `best_tokens` of the logits and saves looking for it again.
         """
+        if best is not None and all(row.is_plain and row.params.is_greedy for row in rows):
+            return Sampled(list(best), self._asked_logprobs(logits, rows, best))
         processed = self.process(logits, rows)
         chosen = processed.argmax(-1)  # [R]
         for part in self._random_parts(rows):
@@ -105,11 +108,15 @@ class Sampler:
         return result
 
 
-def finite_rows(logits: Tensor) -> list[bool]:
-    """Which rows of raw logits [R, V] hold neither NaN nor an infinity; the others are a fault of the model."""
-    # Both carry a NaN on; two such passes are much cheaper than `isfinite` over everything.
-    finite: list[bool] = (logits.amin(-1).isfinite() & logits.amax(-1).isfinite()).tolist()
-    return finite
+def best_tokens(logits: Tensor) -> list[int]:
+    """Of each row of raw logits [R, V] the token with the largest, the smallest id among equals.
+
+    A row with NaN or an infinity, which is a fault of the model, gives -1.
+    """
+    # Both extremes carry a NaN on; two such passes are much cheaper than `isfinite` over everything.
+    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
+    best: list[int] = logits.argmax(-1).where(finite, -1).tolist()
+    return best
 
 
 def _draw_rows(processed: Tensor, rows: Sequence[SamplerRow]) -> Tensor:

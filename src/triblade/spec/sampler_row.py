@@ -23,3 +23,17 @@ class SamplerRow:
     output_token_ids: Sequence[int]  # before this position
     stop_token_ids: frozenset[int]  # barred until `min_tokens` tokens exist
     bad_words: Sequence[Sequence[int]] = ()  # `params.bad_words` as token ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits stay as they are: no bias, no penalty, nothing barred."""
+        params = self.params
+        return (
+            params.repetition_penalty == 1.0
+            and params.presence_penalty == 0.0
+            and params.frequency_penalty == 0.0
+            and params.allowed_token_ids is None
+            and not params.logit_bias
+            and not self.bad_words
+            and self.position >= params.min_tokens
+        )
