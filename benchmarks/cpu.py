@@ -225,9 +225,10 @@ def starting(run: Run) -> None:
 
 def memory(run: Run) -> None:
     """Peak of a fresh process with eight full contexts of 2048 tokens."""
-    with run.engine(2048, 8) as ours:
-        for name, value in ours.ask("memory").items():
-            run.samples[f"memory {name.removesuffix('_mib')}"].append(value)
+    for kv, prefix in (("auto", "memory"), ("int8", "memory int8")):
+        with run.engine(2048, 8, kv=kv) as ours:
+            for name, value in ours.ask("memory").items():
+                run.samples[f"{prefix} {name.removesuffix('_mib')}"].append(value)
 
 
 def gguf(args: argparse.Namespace) -> Path:

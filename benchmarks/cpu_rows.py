@@ -66,6 +66,7 @@ COMPARISONS = (
     Comparison("host time of a step, batch 16", MS, "triblade host 16", 0.8, "at most", 1, 0.375),
     Comparison("start to ready", "s", "server start", 4.0, "at most", 1, 0.5),
     Comparison("peak memory", "MiB", "memory peak", 700 * 1e6 / 2**20, "at most", 1, 5 / 7),
+    Comparison("  the same, int8 KV", "MiB", "memory int8 peak", 700 * 1e6 / 2**20, "at most", 1, 5 / 7),
     Comparison(
         "model, KV and buffers against the estimate", "MiB", "memory held", "memory estimate", "within", 0.05, None
     ),

@@ -3,6 +3,10 @@
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/string.h>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <stdexcept>
 #include <string>
 
@@ -34,6 +38,12 @@ Matrix make_matrix(int format, int rows, int inputs, int group, uintptr_t weight
   return matrix;
 }
 
+void release_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -49,6 +59,8 @@ NB_MODULE(_native, m) {
 
   m.def("advise_huge_pages", [](uintptr_t start, int64_t bytes) { advise_huge_pages(reinterpret_cast<void*>(start), bytes); },
         "Ask for huge pages under memory that is not touched yet; a wish, not a promise.");
+
+  m.def("release_memory", release_memory, "Give memory that was freed back to the system, where the allocator kept it.");
 
   nb::class_<Matrix>(m, "Matrix").def_ro("rows", &Matrix::rows).def_ro("inputs", &Matrix::inputs);
   m.def("matrix", make_matrix, "format"_a, "rows"_a, "inputs"_a, "group"_a, "weights"_a, "scales"_a, "offsets"_a, "bias"_a);

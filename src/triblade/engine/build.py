@@ -61,6 +61,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     start = time.monotonic()
     make = native_executor if is_native else torch_executor
     executor = make(config, model, cache, plan.context_length)
+    model.checkpoint.release()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, executor.name)
     scheduler = Scheduler(
         BlockPool(plan.num_kv_blocks),

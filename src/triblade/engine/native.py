@@ -78,7 +78,7 @@ class NativeExecutor:
 
     Args:
         config: the model.
-        weights: packed; see `quant.packed_weights`.
+        weights: packed; see `quant.packed_weights`. Their layers are taken out.
         cache: with arrangement "tiles".
         context_length: positions of the rope tables.
         options: threads and sizes.
@@ -112,6 +112,7 @@ class NativeExecutor:
         self._num_rows = 0
         self._program = self._make_program(options, context_length)
         self._record()
+        native.release_memory()
 
     @property
     def weight_bytes(self) -> int:
@@ -184,7 +185,7 @@ class NativeExecutor:
     def _record_layer(self, index: int, layer: LayerWeights[PackedMatrix], rope: Any) -> None:
         config, program = self._config, self._program
         eps = config.rms_norm_eps
-        qkv, output, gate_up, down = (self._matrix(m) for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        qkv, output, gate_up, down = map(self._matrix, _matrices_of(layer))
         program.norm(self._keep(layer.input_norm), eps, qkv)
         program.qkv(qkv)
         window = config.layers[index].window or 0
@@ -220,7 +221,7 @@ class NativeExecutor:
         return _address(tensor)
 
     def _matrices(self) -> list[PackedMatrix]:
-        layers = [m for layer in self._weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        layers = [matrix for layer in self._weights.layers for matrix in _matrices_of(layer)]
         return [self._weights.embedding, self._weights.head, *layers]
 
 
@@ -234,35 +235,41 @@ def _check_isa(wanted: str, here: list[str]) -> None:
 
 
 def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> DecoderWeights[PackedMatrix]:
-    """The same weights side by side in one allocation with huge pages, in the order in which a step reads them."""
-    layers = [m for layer in weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    matrices = {id(m): m for m in (*layers, weights.head, weights.embedding)}
-    parts = [(key, name, part) for key, matrix in matrices.items() for name, part in matrix.parts().items()]
-    sizes = [-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, _, part in parts]
+    """The same weights side by side in one allocation with huge pages, in the order in which a step reads them.
+
+    Takes the layers out of `weights` as it goes, so that there are never two copies of more than one of them.
+    """
+    tables = [weights.head] if weights.head is weights.embedding else [weights.head, weights.embedding]
+    sizes = [_room(m) for layer in weights.layers for m in _matrices_of(layer)] + [_room(table) for table in tables]
     arena = torch.empty(sum(sizes) + ALIGNMENT_BYTES, dtype=torch.uint8)
     native.advise_huge_pages(arena.data_ptr(), arena.nbytes)
-    offset = -arena.data_ptr() % ALIGNMENT_BYTES
-    moved: dict[int, dict[str, Any]] = {}
-    for (key, name, part), size in zip(parts, sizes, strict=True):
-        place = arena[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
-        moved.setdefault(key, {})[name] = place.copy_(part)
-        offset += size
+    places = iter(arena[-arena.data_ptr() % ALIGNMENT_BYTES :][: sum(sizes)].split(sizes))
+    layers: list[LayerWeights[PackedMatrix]] = []
+    while weights.layers:
+        old = weights.layers.pop(0)
+        qkv, output, gate_up, down = (_moved(matrix, next(places)) for matrix in _matrices_of(old))
+        layers.append(replace(old, qkv=qkv, output=output, gate_up=gate_up, down=down))
+    moved = [_moved(table, next(places)) for table in tables]
+    return replace(weights, embedding=moved[-1], layers=layers, head=moved[0])
 
-    def new(matrix: PackedMatrix) -> PackedMatrix:
-        return replace(matrix, **moved[id(matrix)])
 
-    renewed = {key: new(matrix) for key, matrix in matrices.items()}
+def _matrices_of(layer: LayerWeights[PackedMatrix]) -> tuple[PackedMatrix, ...]:
+    """In the order in which a step reads them."""
+    return (layer.qkv, layer.output, layer.gate_up, layer.down)
 
-    def layer(old: LayerWeights[PackedMatrix]) -> LayerWeights[PackedMatrix]:
-        qkv, output, gate_up, down = (renewed[id(m)] for m in (old.qkv, old.output, old.gate_up, old.down))
-        return replace(old, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
-    return DecoderWeights(
-        embedding=renewed[id(weights.embedding)],
-        layers=[layer(old) for old in weights.layers],
-        final_norm=weights.final_norm,
-        head=renewed[id(weights.head)],
-    )
+def _room(matrix: PackedMatrix) -> int:
+    return sum(-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in matrix.parts().values())
+
+
+def _moved(matrix: PackedMatrix, place: Tensor) -> PackedMatrix:
+    """A copy of a matrix whose tensors lie in `place` (bytes)."""
+    parts: dict[str, Any] = {}
+    offset = 0
+    for name, part in matrix.parts().items():
+        parts[name] = place[offset : offset + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        offset += -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return replace(matrix, **parts)
 
 
 def _start(numbers: array[int]) -> int:

@@ -54,6 +54,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Let go of the memory that reading took; tensors can be read again."""
+        ...
+
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 that is the same for copies of a checkpoint and differs when its content differs."""
         ...

@@ -7,7 +7,7 @@ serving, calibration and evaluation run this same code. `DenseAttend` is the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -42,7 +42,7 @@ class DecoderWeights(Generic[M]):
     """All weights, with matrices of a backend's own kind; a tied head is the embedding itself, not a copy."""
 
     embedding: M  # [V, C]
-    layers: Sequence[LayerWeights[M]]
+    layers: list[LayerWeights[M]]
     final_norm: Tensor  # [C]
     head: M  # [V, C]
 

@@ -114,6 +114,10 @@ class GGUFCheckpoint:
         heads = self._permuted_heads(name)
         return (blocks if heads is None else self._unpermute(blocks, kind, name, heads)), kind
 
+    def release(self) -> None:
+        """See `Checkpoint`."""
+        self._file.release()
+
     def fingerprint(self) -> str:
         """SHA-256 over the header and samples of every tensor's bytes."""
         return digest({}, self._samples())

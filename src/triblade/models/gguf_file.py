@@ -86,6 +86,11 @@ class GGUFFile:
         """Bytes of the whole file."""
         return len(self._map)
 
+    def release(self) -> None:
+        """Let go of the pages that were read; reading again brings them back."""
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def bytes_at(self, offset: int, count: int) -> bytes:
         """A copy of `count` bytes."""
         return self._map[offset : offset + count]

@@ -81,6 +81,10 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._files[self._entries[name].file].get_tensor(name)
         return tensor
 
+    def release(self) -> None:
+        """Map the files anew, without the pages that were read."""
+        self._files = {file: _open(self._folder / file) for file in self._files}
+
     def fingerprint(self) -> str:
         """SHA-256 over configuration, names, types, shapes and samples of every tensor's bytes."""
         return digest(self.config, self._samples())

@@ -12,11 +12,19 @@ from torch import Tensor
 from triblade.ops.packing import ZERO_POINT, QuantizedMatrix
 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+CELLS_AT_ONCE = 2**20  # bounds the temporaries of a large matrix to a few times 4 MiB
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int, bias: Tensor | None = None) -> QuantizedMatrix:
     """Quantize [out, in]; `group` divides `in`."""
-    groups = weight.float().unflatten(1, (-1, group))  # [out, G, group]
+    parts = [_round_rows(rows, bits, group) for rows in weight.split(max(1, CELLS_AT_ONCE // weight.shape[1]))]
+    codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
+    return QuantizedMatrix(codes=codes, scales=scales, offsets=None, bits=bits, bias=bias)
+
+
+def _round_rows(rows: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [out, in] uint8 and scales [out, G] float16."""
+    groups = rows.float().unflatten(1, (-1, group))  # [out, G, group]
     zero = ZERO_POINT[bits]
     # The largest magnitude takes the end of the range that has one step more.
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))  # [out, G, 1]
@@ -26,10 +34,7 @@ def round_to_nearest(weight: Tensor, bits: int, group: int, bias: Tensor | None 
         error = (_values(_codes(groups, scale, zero), scale, zero) - groups).square().sum(2, keepdim=True)
         better = error < best_error
         best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
-    codes = _codes(groups, best_scale, zero).to(torch.uint8)
-    return QuantizedMatrix(
-        codes=codes.flatten(1), scales=best_scale.squeeze(2).half(), offsets=None, bits=bits, bias=bias
-    )
+    return _codes(groups, best_scale, zero).to(torch.uint8).flatten(1), best_scale.squeeze(2).half()
 
 
 def _codes(groups: Tensor, scale: Tensor, zero: int) -> Tensor:
