@@ -267,9 +267,11 @@ def report(run: Run) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit measured, marked when the tree differs from it."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
+    """The commit measured, marked when the code differs from it."""
+    git = ["git", "-C", str(HERE.parent)]
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], check=False, capture_output=True, text=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "csrc", "benchmarks/*.py"], check=False)
+    return (head.stdout.strip() or "unknown") + ("-dirty" if changed.returncode else "")
 
 
 def plot(comparisons: list[dict[str, Any]], path: Path) -> None:

@@ -204,13 +204,18 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
   }
 }
 
-template <int T, class Dim>
-inline void score_rows(const Queries& q, const uint8_t* const* keys, const uint16_t* const* key_scales, Dim dim, Upcoming& next,
-                       F (*scores)[kMaxRows]) {
+// Call f(R, first row) for all rows in groups of R; R is a constant.
+template <class Function> inline void in_groups(int rows, Function f) {
   int r = 0;
-  for (; r + 6 <= q.rows; r += 6) score_tiles<6, T>(q, r, keys, key_scales, dim, next, scores);
-  for (; r + 3 <= q.rows; r += 3) score_tiles<3, T>(q, r, keys, key_scales, dim, next, scores);
-  for (; r < q.rows; r++) score_tiles<1, T>(q, r, keys, key_scales, dim, next, scores);
+  for (; r + 6 <= rows; r += 6) f(std::integral_constant<int, 6>(), r);
+  switch (rows - r) {
+    case 1: return f(std::integral_constant<int, 1>(), r);
+    case 2: return f(std::integral_constant<int, 2>(), r);
+    case 3: return f(std::integral_constant<int, 3>(), r);
+    case 4: return f(std::integral_constant<int, 4>(), r);
+    case 5: return f(std::integral_constant<int, 5>(), r);
+    default: return;
+  }
 }
 
 // Softcap and mask a tile of scores.
@@ -240,7 +245,9 @@ inline void score_chunk(const Queries& q, const Keys& keys, int head, const Atte
     const bool together = key + kTogether * kTile <= end;
     const int count = together ? kTogether : 1;
     for (int t = 0; t < count; t++) at[t] = keys.keys(key + t * kTile, head), scales[t] = keys.key_scales(key + t * kTile, head);
-    together ? score_rows<kTogether>(q, at, scales, dim, next, tiles) : score_rows<1>(q, at, scales, dim, next, tiles);
+    in_groups(q.rows, [&](auto R, int r) {
+      together ? score_tiles<R(), kTogether>(q, r, at, scales, dim, next, tiles) : score_tiles<R(), 1>(q, r, at, scales, dim, next, tiles);
+    });
     for (int t = 0; t < count; t++, key += kTile) put_scores(q, shape, key, tiles[t], scores + key - begin);
   }
 }
@@ -366,10 +373,9 @@ inline void attend_piece(const Queries& q, const Keys& keys, int head, const Att
     for (int r = 0; r < q.rows; r++) {
       if (!weigh(scores + r * kKeyChunk, padded - chunk, acc, r, dim)) std::fill_n(scores + r * kKeyChunk, kKeyChunk, 0.0f);
     }
-    int r = 0;
-    for (; r + 6 <= q.rows; r += 6) add_values<6>(scores + r * kKeyChunk, keys, head, chunk, stop, dim, next, acc.out + r * dim);
-    for (; r + 3 <= q.rows; r += 3) add_values<3>(scores + r * kKeyChunk, keys, head, chunk, stop, dim, next, acc.out + r * dim);
-    for (; r < q.rows; r++) add_values<1>(scores + r * kKeyChunk, keys, head, chunk, stop, dim, next, acc.out + r * dim);
+    in_groups(q.rows, [&](auto R, int r) {
+      add_values<R()>(scores + r * kKeyChunk, keys, head, chunk, stop, dim, next, acc.out + r * dim);
+    });
   }
 }
 

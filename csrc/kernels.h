@@ -88,7 +88,7 @@ struct AttentionShape {
 
 constexpr int kMaxHeadDim = 512;
 constexpr int kPieceKeys = 256;   // keys are summed up in pieces of this many, then the pieces are merged, whoever computed them
-constexpr int kRowsPerItem = 12;  // queries times heads of a group that share a read of the keys
+constexpr int kRowsPerItem = 16;  // queries times heads of a group that share a read of the keys
 
 // Some queries of one sequence against some pieces of its keys, for some KV heads.
 struct AttentionItem {

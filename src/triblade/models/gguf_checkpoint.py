@@ -22,6 +22,7 @@ from triblade.models.checkpoint import digest, sample_spans, unknown_tensor
 from triblade.models.gguf_config import CONFIG_TENSORS, GGUFHeader, hf_config
 from triblade.models.gguf_file import GGUFFile
 
+_CELLS_AT_ONCE = 2**20
 _PLAIN_TYPES = (Type.F32, Type.F16, Type.BF16)
 _BLOCK_TYPES = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0)
 _K_TYPES = (Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K)
@@ -94,8 +95,12 @@ class GGUFCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """A dequantized tensor, float32."""
         blocks, kind = self.raw(name)
-        values = dequantize(blocks.view(_storage(kind)), kind).astype(np.float32, copy=True)
-        tensor = torch.from_numpy(values).reshape(self._file.tensors[self._stored[name]].shape)
+        rows = np.atleast_2d(blocks.view(_storage(kind)))
+        tensor = torch.empty(self._file.tensors[self._stored[name]].shape)
+        values = tensor.view(len(rows), -1).numpy()
+        step = max(1, _CELLS_AT_ONCE // values.shape[1])
+        for start in range(0, len(rows), step):  # the library's temporaries are several times what it returns
+            values[start : start + step] = dequantize(rows[start : start + step], kind)
         if name.endswith("norm.weight") and self._architecture in ("gemma2", "gemma3"):
             return tensor - 1.0
         return tensor

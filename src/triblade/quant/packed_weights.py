@@ -71,7 +71,7 @@ class PackingReader(WeightReader[PackedMatrix]):
             weight, bias = weight[order], None if bias is None else bias[order]
         if bits is None:
             return pack_dense(weight.to(self._dtype), bias)
-        return pack_quantized(round_to_nearest(weight, bits, _group(inputs), bias))
+        return pack_quantized(round_to_nearest(weight, bits, group_for(inputs), bias))
 
     def _stored(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
         """The blocks of a GGUF file as codes, if all parts are of one type that the kernels multiply."""
@@ -101,7 +101,8 @@ class PackingReader(WeightReader[PackedMatrix]):
         return torch.cat([self.fetch(f"{name}.bias", (rows,)).float() for name, rows in parts])
 
 
-def _group(inputs: int) -> int:
+def group_for(inputs: int) -> int:
+    """Inputs that share a scale when a matrix is rounded while loading."""
     for group in GROUPS:
         if inputs % group == 0:
             return group
@@ -114,7 +115,7 @@ def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, 
     body = config.num_parameters - tables
     if scheme is not None:
         bits = {"int4": 4, "int8": 8}[scheme]
-        group = _group(config.hidden_size)
+        group = group_for(config.hidden_size)
         return int(body * (bits / 8 + 2 / group) + tables * (1 + 2 / group))
     if isinstance(source, GGUFCheckpoint):
         return sum(_stored_bytes(source, name, dtype) for name in source.names())
