@@ -1,0 +1,83 @@
+"""What calibration learns about the inputs of one product: second moments, and how far they drifted from the original's.
+
+Everything is a mean over tokens, summed in float32 whatever the batches, so that each token counts the same. Inputs come in pairs:
+those the quantized model makes, which its weights will meet, and those of the original for the same tokens. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from triblade.errors import NumericalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStatistics:
+    """Moments of the inputs x [T, in] of a product; o are the original's inputs, r what the residual stream lacks."""
+
+    hessian: Tensor  # [in, in] float32, mean of x^T x
+    magnitude: Tensor  # [in] mean of |x|
+    mean: Tensor  # [in]
+    tokens: int
+    drift: Tensor | None = None  # [in, in] mean of (o - x)^T x
+    mean_drift: Tensor | None = None  # [in] mean of o - x
+    residual: Tensor | None = None  # [C, in] mean of r^T x; only where the product is added to the residual stream
+
+    def divided(self, scales: Tensor) -> InputStatistics:
+        """The statistics of x / scales, for scales [in]."""
+        return replace(
+            self,
+            hessian=self.hessian / scales[:, None] / scales,
+            magnitude=self.magnitude / scales,
+            mean=self.mean / scales,
+            drift=None if self.drift is None else self.drift / scales[:, None] / scales,
+            mean_drift=None if self.mean_drift is None else self.mean_drift / scales,
+            residual=None if self.residual is None else self.residual / scales,
+        )
+
+
+class Accumulator:
+    """Sums inputs as they come, in batches of any size.
+
+    Args:
+        name: of the product, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tokens = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, x: Tensor, original: Tensor | None = None, residual: Tensor | None = None) -> None:
+        """Take in x [T, in], and for the same tokens the original's inputs [T, in] and the residual's lack [T, C]."""
+        x = x.float()
+        self._tokens += len(x)
+        self._sum("hessian", x.T @ x)
+        self._sum("magnitude", x.abs().sum(0))
+        self._sum("mean", x.sum(0))
+        if original is not None:
+            drift = original.float() - x
+            self._sum("drift", drift.T @ x)
+            self._sum("mean_drift", drift.sum(0))
+        if residual is not None:
+            self._sum("residual", residual.float().T @ x)
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+
+    def result(self) -> InputStatistics:
+        """The means.
+
+        Raises:
+            NumericalError: an input was not finite; the message names the product.
+        """
+        means = {name: value / self._tokens for name, value in self._sums.items()}
+        if not torch.isfinite(means["hessian"]).all():
+            raise NumericalError(
+                f"{self._name}: its inputs are not finite on the calibration text",
+                hint="compute in another type: --dtype bfloat16 or float32",
+            )
+        return InputStatistics(tokens=self._tokens, **means)
