@@ -27,6 +27,9 @@ class Registry(Mapping[str, Any]):
         module, _, attribute = self._entries[name].partition(":")
         return getattr(import_module(module), attribute)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 

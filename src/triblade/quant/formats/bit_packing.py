@@ -67,4 +67,5 @@ def unpack_awq(words: Tensor) -> Tensor:
     """The inverse of `pack_awq`: words [..., m] int32 -> codes [..., 8 m] uint8."""
     nibbles = unpack(words, 4, 8 * words.shape[-1]).unflatten(-1, (-1, 8))
     back = sorted(range(8), key=AWQ_ORDER.__getitem__)  # nibbles 0, 4, 1, 5, 2, 6, 3, 7
-    return nibbles[..., back].flatten(-2)
+    codes: Tensor = nibbles[..., back].flatten(-2)
+    return codes
