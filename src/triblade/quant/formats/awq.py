@@ -20,6 +20,7 @@ from triblade.quant.formats.base import (
     QuantizedModule,
     StoredMatrix,
     TensorStore,
+    expect_float16,
     expect_tensor,
     expect_value,
     groups_of,
@@ -84,6 +85,7 @@ class AWQ(CheckpointFormat):
 
     def tensors(self, matrix: IntegerMatrix) -> dict[str, Tensor]:
         """See `CheckpointFormat`."""
+        expect_float16(matrix, "AWQ")
         zeros = matrix.zero_points
         if zeros is None:
             zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point, dtype=torch.uint8)

@@ -157,6 +157,12 @@ def expect_value(value: Any, allowed: Sequence[Any], what: str) -> None:
         raise UnsupportedError(f"{what} is {value!r}, which is not read", hint=f"read: {choices}")
 
 
+def expect_float16(matrix: IntegerMatrix, format_name: str) -> None:
+    """Refuse to write other scales: rounding them now would shift what the codes mean."""
+    if matrix.scales.dtype != torch.float16:
+        raise UnsupportedError(f"{format_name} stores float16 scales, got: {matrix.scales.dtype}")
+
+
 def warn_of_unknown_keys(quantization: Mapping[str, Any], known: Iterable[str], name: str) -> None:
     """Say which settings of a configuration nobody looked at; empty ones do not count."""
     unknown = sorted(key for key, value in quantization.items() if key not in set(known) and value)

@@ -24,6 +24,7 @@ from triblade.quant.formats.base import (
     QuantizedModule,
     StoredMatrix,
     TensorStore,
+    expect_float16,
     expect_tensor,
     expect_value,
     groups_of,
@@ -119,6 +120,7 @@ class GPTQ(CheckpointFormat):
     def tensors(self, matrix: IntegerMatrix) -> dict[str, Tensor]:
         """See `CheckpointFormat`. Version 1 cannot hold a zero point of 0 apart from one of 2 ** bits, which no quantizer makes."""
         bits, inputs = matrix.scheme.bits, matrix.codes.shape[1]
+        expect_float16(matrix, "GPTQ")
         zeros = matrix.zero_points
         if zeros is None:
             zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point, dtype=torch.uint8)
