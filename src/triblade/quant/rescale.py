@@ -23,7 +23,8 @@ from triblade.quant.statistics import InputStatistics
 EXPONENTS = tuple(step / 20 for step in range(20))  # AWQ's grid
 VARIANCE_POWERS = tuple(step / 10 for step in range(9))  # where the gradient steps may begin
 WEIGHT_POWERS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-GRADIENT_STEPS = 60
+GRADIENT_STEPS = 50
+ROWS_LOOKED_AT = 1024  # of a matrix: every channel has that many weights to balance, and more change nothing
 LEARNING_RATE = 0.05
 LARGEST_SCALE = 1e3  # of a channel, against the geometric mean of all; the smallest is one over it
 
@@ -60,6 +61,7 @@ def balanced_scales(
 ) -> Tensor:
     """Scales with the least expected error after feedback; arguments and result as for `activation_scales`."""
     variances = conditional_variances(statistics.hessian)
+    weight = weight[:: -(-len(weight) // ROWS_LOOKED_AT)]
     start = _best_powers(weight, variances, scheme, sharing)
     free = _per_scale(start.log(), sharing).clone().requires_grad_()
     optimizer = torch.optim.Adam([free], lr=LEARNING_RATE)

@@ -52,18 +52,22 @@ class Accumulator:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, x: Tensor, original: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """Take in x [T, in], and for the same tokens the original's inputs [T, in] and the residual's lack [T, C]."""
-        x = x.float()
+        """Take in x [T, in], and for the same tokens the original's inputs [T, in] and the residual's lack [T, C].
+
+        The second moment is summed in float32. What drifted is a small difference: its products are made in the type of the
+        model and only their sums are float32.
+        """
+        whole = x.float()
         self._tokens += len(x)
-        self._sum("hessian", x.T @ x)
-        self._sum("magnitude", x.abs().sum(0))
-        self._sum("mean", x.sum(0))
+        self._sum("hessian", second_moment(whole))
+        self._sum("magnitude", whole.abs().sum(0))
+        self._sum("mean", whole.sum(0))
         if original is not None:
-            drift = original.float() - x
-            self._sum("drift", drift.T @ x)
-            self._sum("mean_drift", drift.sum(0))
+            drift = original - x
+            self._sum("drift", (drift.T @ x).float())
+            self._sum("mean_drift", drift.float().sum(0))
         if residual is not None:
-            self._sum("residual", residual.float().T @ x)
+            self._sum("residual", (residual.to(x.dtype).T @ x).float())
 
     def _sum(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
@@ -81,3 +85,11 @@ class Accumulator:
                 hint="compute in another type: --dtype bfloat16 or float32",
             )
         return InputStatistics(tokens=self._tokens, **means)
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """x^T x of [T, in], computing only one of the two halves that mirror each other."""
+    half = x.shape[1] // 2
+    left, right = x[:, :half], x[:, half:]
+    corner = left.T @ right
+    return torch.cat((torch.cat((left.T @ left, corner), 1), torch.cat((corner.T, right.T @ right), 1)))
