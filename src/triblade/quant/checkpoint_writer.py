@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -108,6 +108,8 @@ class CheckpointWriter:
             for tensor_name, tensor in stored.items():
                 self._shards.add(tensor_name, tensor)
         self._digests[name] = _digest(part)
+        if not isinstance(part, Tensor) and part.bias is not None:
+            self._digests[f"{name}.bias"] = _digest(part.bias)
 
     def finish(self) -> Written:
         """Write the rest, compare, and give the checkpoint its name."""
@@ -183,18 +185,17 @@ def _read_part(checkpoint: Checkpoint, name: str, *, is_module: bool) -> Part:
     stored = checkpoint.matrix(name) if isinstance(checkpoint, QuantizedCheckpoint) else None
     if stored is None or stored.input_order is not None:
         raise CheckpointError(f"{name} is not quantized in what was written")
-    bias = f"{name}.bias"
-    return replace(stored.matrix, bias=checkpoint.tensor(bias) if bias in checkpoint.names() else None)
+    return stored.matrix
 
 
 def _digest(part: Part) -> bytes:
-    """Of what a part means: a symmetric matrix and one with the middle for every zero point are the same."""
+    """Of what a part means, less the bias: symmetric is the same as the middle for every zero point."""
     if isinstance(part, Tensor):
         return _sum(part)
     zeros = part.zero_points
     if zeros is None:
         zeros = torch.full(part.scales.shape, part.scheme.zero_point, dtype=torch.uint8)
-    return _sum(part.codes, part.scales, zeros, *([] if part.bias is None else [part.bias]))
+    return _sum(part.codes, part.scales, zeros)
 
 
 def _sum(*tensors: Tensor) -> bytes:

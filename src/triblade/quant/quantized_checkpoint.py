@@ -72,6 +72,10 @@ class QuantizedCheckpoint:
         found = self.modules.get(module)
         return None if found is None else self._format.read(self._stored, found)
 
+    def input_order(self, module: str) -> Tensor | None:
+        """Inputs [in] of a quantized module in the order of their groups; None: their own order."""
+        return self._format.input_order(self._stored, self.modules[module])
+
     def fingerprint(self) -> str:
         """That of the stored tensors; the configuration is in it."""
         return self._stored.fingerprint()

@@ -88,6 +88,10 @@ class CheckpointFormat(ABC):
     def read(self, store: TensorStore, module: QuantizedModule) -> StoredMatrix:
         """The codes of one module."""
 
+    def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
+        """Inputs [in] in the order of their groups; None: their own order, as in every format that has no index of groups."""
+        return None
+
     @abstractmethod
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:
         """What keeps a matrix of this scheme and shape out of the format, or None."""
@@ -182,7 +186,7 @@ def is_match(pattern: str, name: str) -> bool:
         raise CheckpointError(f"not a regular expression in the quantization config: {pattern!r}: {error}") from error
 
 
-def input_order(group_index: Tensor, group_size: int, module: str) -> Tensor | None:
+def order_of_groups(group_index: Tensor, group_size: int, module: str) -> Tensor | None:
     """Inputs in the order of their groups, from the group of each input [in]; None: they are in order already.
 
     Raises:

@@ -25,7 +25,7 @@ from triblade.quant.formats.base import (
     TensorStore,
     expect_tensor,
     groups_of,
-    input_order,
+    order_of_groups,
     prefixes,
 )
 from triblade.quant.formats.bit_packing import dense_words, pack, padded_words, unpack, unpack_padded
@@ -54,9 +54,7 @@ class CompressedTensors(CheckpointFormat):
     def read(self, store: TensorStore, module: QuantizedModule) -> StoredMatrix:
         """See `CheckpointFormat`."""
         name, scheme = module.name, module.scheme
-        order = None
-        if f"{name}.weight_g_idx" in module.tensors:
-            order = input_order(store.tensor(f"{name}.weight_g_idx"), scheme.group(module.inputs), name)
+        order = self.input_order(store, module)
         codes = _bytes(store, module) if module.layout == _BYTES else _words(store, module)
         groups = scheme.groups(module.inputs)
         matrix = IntegerMatrix(
@@ -66,6 +64,13 @@ class CompressedTensors(CheckpointFormat):
             scheme=scheme,
         )
         return StoredMatrix(matrix=matrix, input_order=order)
+
+    def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
+        """See `CheckpointFormat`."""
+        index = f"{module.name}.weight_g_idx"
+        if index not in module.tensors:
+            return None
+        return order_of_groups(store.tensor(index), module.scheme.group(module.inputs), module.name)
 
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:
         """See `CheckpointFormat`."""

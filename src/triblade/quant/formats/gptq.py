@@ -28,8 +28,8 @@ from triblade.quant.formats.base import (
     expect_tensor,
     expect_value,
     groups_of,
-    input_order,
     is_match,
+    order_of_groups,
     prefixes,
     warn_of_unknown_keys,
 )
@@ -96,9 +96,7 @@ class GPTQ(CheckpointFormat):
     def read(self, store: TensorStore, module: QuantizedModule) -> StoredMatrix:
         """See `CheckpointFormat`."""
         name, scheme = module.name, module.scheme
-        order = None
-        if f"{name}.g_idx" in module.tensors:
-            order = input_order(store.tensor(f"{name}.g_idx"), scheme.group(module.inputs), name)
+        order = self.input_order(store, module)
         codes = unpack(store.tensor(f"{name}.qweight").T, scheme.bits, module.inputs)  # [out, in]
         matrix = IntegerMatrix(
             codes=codes if order is None else codes[:, order],
@@ -107,6 +105,13 @@ class GPTQ(CheckpointFormat):
             scheme=scheme,
         )
         return StoredMatrix(matrix=matrix, input_order=order)
+
+    def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
+        """See `CheckpointFormat`."""
+        index = f"{module.name}.g_idx"
+        if index not in module.tensors:
+            return None
+        return order_of_groups(store.tensor(index), module.scheme.group(module.inputs), module.name)
 
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:
         """See `CheckpointFormat`. Other readers want both sizes divisible by 32, and so whole words."""
