@@ -90,6 +90,12 @@ def test_padded_words_give_back_every_code(bits: int) -> None:
     assert torch.equal(unpack_padded(padded.to(torch.uint32).view(torch.int32), bits, 77), codes)
 
 
+def test_a_transposed_column_of_one_word_is_read() -> None:
+    """Zero points of few rows: one word for each group, side by side in the file."""
+    codes = torch.arange(6, dtype=torch.uint8)[:, None] + torch.arange(8, dtype=torch.uint8)
+    assert torch.equal(unpack(pack(codes, 4).reshape(1, 6).T, 4, 8), codes)
+
+
 def test_awq_is_a_bijection() -> None:
     codes = torch.randint(0, 16, (5, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(unpack_awq(pack_awq(codes)), codes)
