@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from triblade import __version__, console
-from triblade.config import EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
 from triblade.errors import NumericalError, TribladeError
 from triblade.sampling_params import SamplingParams
 
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-MODEL_COMMANDS = frozenset({"generate", "chat", "serve", "eval"})  # take the model as --model or as first argument
+MODEL_COMMANDS = frozenset(
+    {"generate", "chat", "serve", "eval", "convert"}
+)  # take the model as --model or as first argument
 
 MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
+CONVERT_GROUP = Group("Conversion", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
@@ -188,6 +191,27 @@ def evaluate(
     print(json.dumps(asdict(report)) if as_json else report)
 
 
+@app.command(usage="triblade convert MODEL --output DIR --calibration FILE [OPTIONS]")
+def convert(
+    config: Annotated[ConvertConfig, Parameter(name="*", group=CONVERT_GROUP)],
+    *,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Quantize a model into a checkpoint that this and other engines serve, and measure what it lost.
+
+    Args:
+        as_json: Print the whole report as one JSON object.
+    """
+    from triblade.quant.convert import convert as run
+
+    console.setup_logging(log_level)
+    if config.calibration == "self":
+        config = replace(config, calibration=str(_own_text(config)))
+    report = run(config)
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
 @app.command
 def version() -> None:
     """Print the version."""
@@ -220,6 +244,16 @@ def _name_the_model(arguments: Sequence[str]) -> list[str]:
     if len(arguments) > 1 and arguments[0] in MODEL_COMMANDS and not arguments[1].startswith("-"):
         return [arguments[0], "--model", *arguments[1:]]
     return list(arguments)
+
+
+def _own_text(config: ConvertConfig) -> Path:
+    """Calibration text that the model writes itself, kept beside the output for --resume."""
+    from triblade.llm import LLM, write_own_text
+
+    path = config.output.with_name(f"{config.output.name}.calibration.json")
+    if not path.is_file():
+        write_own_text(LLM(config.engine), config.calibration_samples, config.calibration_length, path)
+    return path
 
 
 def _fail(message: str, hint: str | None, exit_code: int) -> int:

@@ -86,6 +86,7 @@ PASSES = Registry(
         "range": "triblade.quant.passes:RANGE",
         "awq": "triblade.quant.passes:AWQ",
         "balance": "triblade.quant.passes:BALANCE",
+        "smooth": "triblade.quant.passes:SMOOTH",
         "correct": "triblade.quant.passes:CORRECT",
         "gptq": "triblade.quant.passes:GPTQ",
         "refine": "triblade.quant.passes:REFINE",

@@ -77,7 +77,8 @@ def inverse_factor(hessian: Tensor) -> Tensor | None:
             inverse = torch.cholesky_inverse(factor)
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
         if not failed and torch.isfinite(upper).all():
-            return upper.float()
+            result: Tensor = upper.float()
+            return result
         damping *= 4
     return None
 

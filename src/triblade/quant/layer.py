@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from triblade.quant.streams import Streams
 
 FIELDS = ("qkv", "output", "gate_up", "down")  # of LayerWeights, in the order of the data
 
-Batch = tuple[Tensor, Tensor | None, Tensor | None]  # inputs [T, in], the original's, what the residual stream lacks [T, C]
+Batch = tuple[
+    Tensor, Tensor | None, Tensor | None
+]  # inputs [T, in], the original's, what the residual stream lacks [T, C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,9 @@ class LayerQuantizer:
             self._quantize(name, self._statistics(name))
         if self._streams is not None:
             for batch in self._streams.batches():
-                self._add(batch, self._decoder.mlp_out(self._working, self._mixed(batch, self._config.intermediate_size)))
+                self._add(
+                    batch, self._decoder.mlp_out(self._working, self._mixed(batch, self._config.intermediate_size))
+                )
         drift = None if self._streams is None else self._streams.drift()
         return self._result(drift)
 
@@ -128,7 +133,10 @@ class LayerQuantizer:
         self._rounded[name] = rounded
         dtype = getattr(self._original, name).weight.dtype
         linear = Linear(rounded.grid.values(rounded.codes).to(dtype), bias)
-        self._working = replace(self._working, **{name: linear})
+        self._change(name, linear)
+
+    def _change(self, name: str, value: Any) -> None:
+        self._working = replace(self._working, **{name: value})
 
     def _corrected_bias(self, bias: Tensor | None, work: Work) -> Tensor | None:
         """The bias plus the mean that rounding, and inputs that drifted, took from the outputs."""
@@ -165,7 +173,7 @@ class LayerQuantizer:
         folded = stored.float() + self._config.norm_offset
         usable = (folded != 0) & torch.isfinite(weight / folded) & (weight / folded > 0)
         folded = torch.where(usable, folded, weight)
-        self._working = replace(self._working, **{name: folded})
+        self._change(name, folded)
         return torch.where(usable, weight / folded, 1.0)
 
     def _fold_into_rows(self, name: str, scales: Tensor) -> None:
@@ -176,7 +184,7 @@ class LayerQuantizer:
         rounded = self._rounded.get(name)
         if rounded is None:
             weight = (linear.weight.float() / divisor[:, None]).to(linear.weight.dtype)
-            self._working = replace(self._working, **{name: Linear(weight, bias)})
+            self._change(name, Linear(weight, bias))
             return
         divided = storable(rounded.grid.scales / divisor[:, None], self._settings.scale_type)
         self._store(name, _Rounded(replace(rounded.grid, scales=divided), rounded.codes), bias)
@@ -300,9 +308,7 @@ class BatchAttend:
         config = self._decoder.config
         q, k, v = (x.unflatten(0, (-1, self._length)) for x in (q, k, v))  # [S, L, heads, D]
         mask = self._masks[config.layers[layer].window]
-        attended = self._decoder.backend.attention(
-            q, k, v, mask, config.attention_scale, config.attention_softcap
-        )
+        attended = self._decoder.backend.attention(q, k, v, mask, config.attention_scale, config.attention_softcap)
         return attended.flatten(0, 1)
 
 

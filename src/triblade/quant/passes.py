@@ -19,7 +19,7 @@ from triblade.quant.correct import corrected_weight
 from triblade.quant.gptq import conditional_variances, round_with_feedback
 from triblade.quant.ranges import Grid, plain_grid, search_grid
 from triblade.quant.refine import refine
-from triblade.quant.rescale import activation_scales, balanced_scales
+from triblade.quant.rescale import activation_scales, balanced_scales, migration_scales
 from triblade.quant.scheme import QuantScheme
 from triblade.quant.statistics import InputStatistics
 from triblade.registry import PASSES
@@ -45,7 +45,6 @@ class Work:
     scale_type: torch.dtype
     statistics: InputStatistics | None  # of the inputs that this matrix will meet; None: no calibration
     sharing: Tensor | None = None  # [in] number of the scale a channel takes
-    foldable: bool = True  # whether somebody can divide the inputs
     scales: Tensor | None = None  # [in] channel scales found, not applied yet
     target: Tensor | None = None  # [out, in] float32 to round towards; None: the weight
     feedback: bool = False  # whether the codes will be chosen with feedback
@@ -78,15 +77,15 @@ def _statistics(work: Work) -> InputStatistics:
 
 
 def _activation_scales(work: Work) -> Work:
-    if not work.foldable:
-        return work
     return replace(work, scales=activation_scales(work.weight, _statistics(work), work.scheme, work.sharing))
 
 
 def _balanced_scales(work: Work) -> Work:
-    if not work.foldable:
-        return work
     return replace(work, scales=balanced_scales(work.weight, _statistics(work), work.scheme, work.sharing))
+
+
+def _migration_scales(work: Work) -> Work:
+    return replace(work, scales=migration_scales(work.weight, _statistics(work), work.scheme, work.sharing))
 
 
 def _correct(work: Work) -> Work:
@@ -122,6 +121,7 @@ RTN = Pass(Stage.LEVELS, _plain, calibrated=False)
 RANGE = Pass(Stage.LEVELS, _search, calibrated=False)
 AWQ = Pass(Stage.SCALES, _activation_scales)
 BALANCE = Pass(Stage.SCALES, _balanced_scales)
+SMOOTH = Pass(Stage.SCALES, _migration_scales)
 CORRECT = Pass(Stage.TARGET, _correct, compares=True)
 GPTQ = Pass(Stage.CODES, _feedback)
 REFINE = Pass(Stage.REFINEMENT, _refine)
@@ -173,7 +173,7 @@ def recipe(method: str) -> Recipe:
     if len(set(stages)) != len(stages):
         raise ConfigError(
             f"two passes of {method!r} do the same step",
-            hint="take one each of: awq, balance; correct; rtn, range; gptq; refine",
+            hint="take one each of: awq, balance, smooth; correct; rtn, range; gptq; refine",
         )
     return Recipe("+".join(names), tuple(sorted(passes, key=lambda step: step.stage)))
 

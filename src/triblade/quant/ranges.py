@@ -33,12 +33,12 @@ class Grid:
 
     def codes(self, weight: Tensor) -> Tensor:
         """The nearest codes of [out, in], as float32."""
-        groups = weight.unflatten(1, (self.scales.shape[1], -1))
+        groups: Tensor = weight.unflatten(1, (self.scales.shape[1], -1))
         return _codes(groups, self.scales[..., None], self.zeros[..., None], self.scheme.max_code).flatten(1)
 
     def values(self, codes: Tensor) -> Tensor:
         """What codes [out, in] stand for."""
-        groups = codes.unflatten(1, (self.scales.shape[1], -1))
+        groups: Tensor = codes.unflatten(1, (self.scales.shape[1], -1))
         return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
 
     def rows(self, rows: slice) -> Grid:
@@ -162,8 +162,8 @@ def _search(groups: Tensor, weights: Tensor, scheme: QuantScheme, scale_type: to
     for step in range(SHRINKS[scheme.bits]):
         shrunk = 1 - SHRINK_STEP * step
         _offer_range(best, low * shrunk, high * shrunk, scheme, scale_type)
-    for step in () if scheme.symmetric or scheme.bits == 8 else EDGE_STEPS:
-        for side in (step, -step):
+    for share in () if scheme.symmetric or scheme.bits == 8 else EDGE_STEPS:
+        for side in (share, -share):
             width = (best.high - best.low) * side
             _offer_range(best, best.low + width, best.high, scheme, scale_type)
             _offer_range(best, best.low, best.high + width, scheme, scale_type)

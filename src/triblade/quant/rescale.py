@@ -1,12 +1,14 @@
 """Scales per input channel that make a matrix easier to round: W diag(s) is quantized, and x / s is made by whoever makes x.
 
-Two searches. `activation_scales` is AWQ (Lin et al. 2023): s = magnitude^a, the exponent with the least output error when
+Three searches. `activation_scales` is AWQ (Lin et al. 2023): s = magnitude^a, the exponent with the least output error when
 rounded to nearest. `balanced_scales` lowers the error expected *after* GPTQ's feedback: a rounding error in column j costs D_j,
-its variance given the columns rounded later, which under scaling is D_j / s_j^2, and the step of a group is its range, so it is
+its variance given the columns rounded later; scaling makes that D_j / s_j^2. The step of a group is its range. So the error is
 
     sum over rows r and groups g of range_rg(s)^2 * sum over j in g of D_j / s_j^2,
 
-a smooth enough function of log s for plain gradient steps. Knows no model: which channels must share a scale is an argument.
+a smooth enough function of log s for plain gradient steps. `migration_scales` is SmoothQuant's form (Xiao et al. 2023) for weights
+and activations of 8 bits: it trades large inputs for large weights so that the sum of both rounding errors is least. Knows no
+model: which channels must share a scale is an argument.
 """
 
 from __future__ import annotations
@@ -78,6 +80,28 @@ def balanced_scales(
     return _normalized(best)
 
 
+def migration_scales(
+    weight: Tensor, statistics: InputStatistics, scheme: QuantScheme, sharing: Tensor | None = None
+) -> Tensor:
+    """Scales peak^a * largest weight^(a - 1) with the least expected error; arguments and result as for `activation_scales`."""
+    peak = _shared_mean(statistics.peak, sharing)
+    largest = _shared_mean(weight.abs().amax(0), sharing)
+    second = statistics.hessian.diagonal()
+    best, least = torch.ones_like(peak), torch.inf
+    for exponent in (None, *EXPONENTS):
+        scales = (
+            torch.ones_like(peak) if exponent is None else _normalized(peak.pow(exponent) * largest.pow(exponent - 1))
+        )
+        scaled = weight * scales
+        step = (statistics.peak / scales).amax()  # of a token's inputs, at worst
+        from_inputs = step.square() * scaled.square().sum()
+        from_weights = scaled.abs().amax(1).square().sum() * (second / scales.square()).sum()
+        error = (from_inputs + from_weights).item()
+        if error < least:
+            best, least = scales, error
+    return best
+
+
 def _best_powers(weight: Tensor, variances: Tensor, scheme: QuantScheme, sharing: Tensor | None) -> Tensor:
     """The best scales of the form spread^a * largest weight^-b."""
     spread = _shared_mean(variances.sqrt(), sharing)
@@ -120,8 +144,10 @@ def _per_scale(values: Tensor, sharing: Tensor | None) -> Tensor:
         return values
     count = int(sharing.max()) + 1
     sums = values.new_zeros(count).index_add_(0, sharing, values)
-    return sums / torch.bincount(sharing, minlength=count)
+    means: Tensor = sums / torch.bincount(sharing, minlength=count)
+    return means
 
 
 def _per_channel(values: Tensor, sharing: Tensor | None) -> Tensor:
-    return values if sharing is None else values[sharing]
+    result: Tensor = values if sharing is None else values[sharing]
+    return result

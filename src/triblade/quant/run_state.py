@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -86,9 +85,7 @@ class RunState:
         if streams is not None:
             streams.save(self._streams_path(index + 1))
         schemes = {module: asdict(matrix.scheme) for module, matrix in result.matrices.items()}
-        self.layers.append(
-            LayerRecord(seconds=seconds, errors=result.errors, drift=result.drift, schemes=schemes)
-        )
+        self.layers.append(LayerRecord(seconds=seconds, errors=result.errors, drift=result.drift, schemes=schemes))
         self._write()
         self._streams_path(index).unlink(missing_ok=True)
 
@@ -104,7 +101,7 @@ class RunState:
         """One matrix of a finished layer."""
         with _open(self._layer_path(index)) as file:
             names = set(file.keys())
-            parts = {
+            parts: dict[str, Any] = {
                 part: file.get_tensor(f"{part}.{module}") if f"{part}.{module}" in names else None for part in _PARTS
             }
         return IntegerMatrix(**parts, scheme=QuantScheme(**self.layers[index].schemes[module]))

@@ -21,6 +21,7 @@ class InputStatistics:
     hessian: Tensor  # [in, in] float32, mean of x^T x
     magnitude: Tensor  # [in] mean of |x|
     mean: Tensor  # [in]
+    peak: Tensor  # [in] largest |x|
     tokens: int
     drift: Tensor | None = None  # [in, in] mean of (o - x)^T x
     mean_drift: Tensor | None = None  # [in] mean of o - x
@@ -33,6 +34,7 @@ class InputStatistics:
             hessian=self.hessian / scales[:, None] / scales,
             magnitude=self.magnitude / scales,
             mean=self.mean / scales,
+            peak=self.peak / scales,
             drift=None if self.drift is None else self.drift / scales[:, None] / scales,
             mean_drift=None if self.mean_drift is None else self.mean_drift / scales,
             residual=None if self.residual is None else self.residual / scales,
@@ -50,6 +52,7 @@ class Accumulator:
         self._name = name
         self._tokens = 0
         self._sums: dict[str, Tensor] = {}
+        self._peak = torch.zeros(1)
 
     def add(self, x: Tensor, original: Tensor | None = None, residual: Tensor | None = None) -> None:
         """Take in x [T, in], and for the same tokens the original's inputs [T, in] and the residual's lack [T, C].
@@ -60,7 +63,9 @@ class Accumulator:
         whole = x.float()
         self._tokens += len(x)
         self._sum("hessian", second_moment(whole))
-        self._sum("magnitude", whole.abs().sum(0))
+        sizes = whole.abs()
+        self._sum("magnitude", sizes.sum(0))
+        self._peak = torch.maximum(self._peak.to(x.device), sizes.amax(0))
         self._sum("mean", whole.sum(0))
         if original is not None:
             drift = original - x
@@ -84,7 +89,7 @@ class Accumulator:
                 f"{self._name}: its inputs are not finite on the calibration text",
                 hint="compute in another type: --dtype bfloat16 or float32",
             )
-        return InputStatistics(tokens=self._tokens, **means)
+        return InputStatistics(tokens=self._tokens, peak=self._peak, **means)
 
 
 def second_moment(x: Tensor) -> Tensor:
