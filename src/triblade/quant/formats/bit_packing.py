@@ -39,7 +39,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack`: dense words [..., m] int32 -> codes [..., count] uint8."""
-    octets = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)  # a lone column may keep odd strides
+    # A lone column is contiguous whatever its strides, and could not be viewed as bytes.
+    octets = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     octets = F.pad(octets, (0, -octets.shape[-1] % bits)).unflatten(-1, (-1, bits))
     stream = F.pad(octets, (0, 8 - bits)).contiguous().view(torch.int64)[..., 0]  # [..., n / 8]
     mask = (1 << bits) - 1
