@@ -178,7 +178,7 @@ def _record(record: Any, tokenizer: Tokenizer, place: str) -> list[int]:
         if isinstance(record, Mapping):
             if isinstance(record.get("text"), str):
                 return tokenizer.encode(record["text"])
-            if "messages" in record:
+            if isinstance(record.get("messages"), list):
                 return tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
             for key in _ID_KEYS:
                 if isinstance(record.get(key), list):

@@ -51,7 +51,7 @@ _HARMLESS: tuple[str, ...] = (
     "modules_to_fuse",
     "exllama_config",
 )
-_HARMLESS += ("checkpoint_format", "pack_dtype", "meta", "desc_act", "sym", "dynamic")
+_HARMLESS += ("method", "checkpoint_format", "pack_dtype", "meta", "desc_act", "sym", "dynamic")
 
 
 class AWQ(CheckpointFormat):
