@@ -238,7 +238,7 @@ class ConvertConfig:
     """Schemes for some modules, PATTERN=SCHEME: `self_attn=8`, `re:layers\\.(0|29)\\.=8g64`, `o_proj=3sym`, `down=dense`."""
 
     average_bits: float | None = None
-    """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`."""
+    """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
@@ -282,6 +282,8 @@ class ConvertConfig:
             require_at_least(name, getattr(self, name), 0)
         if self.group_size != -1:
             require_at_least("group_size", self.group_size, 8)
+        if self.average_bits is not None and (self.rules or self.quantization == "int8"):
+            raise ConfigError("average_bits decides about every module; leave rules and int8 out", param="average_bits")
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
                 "the GPTQ format (version 1) cannot hold every zero point", hint="add --symmetric, or --format awq"

@@ -364,3 +364,22 @@ def test_the_model_writes_its_own_text(config: ConvertConfig, capsys: pytest.Cap
     report = json.loads(capsys.readouterr().out)
     assert report["calibration"]["used_tokens"] == 40 * 24
     assert os.listdir(config.output.parent) == ["out"] or (config.output / "config.json").is_file()
+
+
+@pytest.mark.parametrize("bits", [5.2, 3.9])
+def test_a_budget_of_bits_is_spent_and_kept(bits: float, config: ConvertConfig) -> None:
+    report = convert(replace(config, average_bits=bits))
+    assert bits - 0.5 < report.average_bits <= bits
+    schemes = [set(layer["schemes"].values()) for layer in report.layers]
+    assert len(set().union(*schemes)) > 1
+    for layer in report.layers:  # B25
+        assert len({layer["schemes"][name] for name in ("q_proj", "k_proj", "v_proj")}) == 1
+        assert len({layer["schemes"][name] for name in ("gate_proj", "up_proj")}) == 1
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_budget_below_the_cheapest_scheme_is_refused(config: ConvertConfig) -> None:
+    with pytest.raises(ConfigError, match="at least 3"):
+        convert(replace(config, average_bits=2.0))
+    with pytest.raises(ConfigError, match="leave rules"):
+        replace(config, average_bits=4.5, rules=("o_proj=8",))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,11 +34,12 @@ from triblade.quant.convert_report import ConvertReport, causes, report_page
 from triblade.quant.drift import Drift, drift
 from triblade.quant.measure import DequantizedSource, Measured, TokenActivations, measure
 from triblade.quant.passes import Recipe, recipe
-from triblade.quant.plan import average_bits, uniform_plan
+from triblade.quant.plan import Schemes, average_bits, uniform_plan
 from triblade.quant.preflight import check_resources, check_shapes, check_weights, needs
 from triblade.quant.quantize import Job, quantize_layers
 from triblade.quant.run_state import Fingerprint, RunState
 from triblade.quant.scheme import QuantScheme
+from triblade.quant.sensitivity import candidates, estimate_losses, spend
 from triblade.registry import CHECKPOINT_FORMATS
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,9 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     method, scheme = method_and_scheme(config)
     model = open_model(config.engine)
     plan = uniform_plan(model.config, scheme, config.rules)
-    check_shapes(model.config, plan, config.format)
+    choices = [] if config.average_bits is None else candidates(model.config, scheme, config.average_bits)
+    for possible in [plan] if not choices else [uniform_plan(model.config, choice) for choice in choices]:
+        check_shapes(model.config, possible, config.format)
     device, reason = select_device(config.device)
     log.info("%s on %s (%s): %s, %s", model.name, device, reason, method.name, scheme)
     if device.type == "cpu":
@@ -104,6 +108,8 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     if check_resources(needs(model, plan, job.stream_sizes), config.output, device):
         job = replace(job, spill=_state_folder(config.output))
     check_weights(model)
+    if config.average_bits is not None:
+        job = replace(job, schemes=_spent(job, choices, config.average_bits))
     measured_on = _text_to_measure(config, model, calibration)
     return _Prepared(
         config=config,
@@ -121,6 +127,16 @@ def method_and_scheme(config: ConvertConfig) -> tuple[Recipe, QuantScheme]:
         return recipe("smooth+gptq"), scheme
     group = None if config.group_size == -1 else config.group_size
     return recipe(config.quantization), QuantScheme(bits=config.bits, group_size=group, symmetric=config.symmetric)
+
+
+def _spent(job: Job, choices: Sequence[QuantScheme], bits: float) -> list[Schemes]:
+    """The schemes that lose least within a budget, as estimated."""
+    if job.ids is None:
+        raise ConfigError("a budget of bits needs calibration text", hint="--calibration FILE", param="average_bits")
+    plan = spend(job.model.config, estimate_losses(job, choices), bits)
+    counts = Counter(str(scheme) for schemes in plan for scheme in schemes.values())
+    log.info("%.3f bits per weight: %s", average_bits(job.model.config, plan), dict(counts))
+    return plan
 
 
 def _calibration(config: ConvertConfig, model: OpenModel, method: Recipe) -> Calibration | None:
