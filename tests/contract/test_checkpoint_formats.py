@@ -11,6 +11,7 @@ from quantized import DictionaryStore, random_matrix, same, store_of
 
 from triblade.errors import CheckpointError, UnsupportedError
 from triblade.quant.formats.base import CheckpointFormat
+from triblade.quant.formats.bit_packing import pack
 from triblade.quant.scheme import QuantScheme
 from triblade.registry import CHECKPOINT_FORMATS
 
@@ -314,6 +315,31 @@ def test_zero_points_of_their_own_follow_the_version(version: str, word: int, ze
     zeros = layout.read(store, module).matrix.zero_points
     assert zeros is not None
     assert (zeros == zero).all()
+
+
+@pytest.mark.parametrize("maker", ["gptqmodel:7.7.0", "optimum:1.2"])
+def test_a_zero_point_of_0_in_version_1_is_read_as_its_writer_meant_it(maker: str) -> None:  # A25, A26
+    """One is subtracted from whole words, which borrows from the next code, or from code after code, which wraps."""
+    layout, scheme = CHECKPOINT_FORMATS["gptq"](), QuantScheme(bits=4, group_size=64, symmetric=False)
+    store = gptq_store(scheme, 0)
+    zeros = torch.full((3, 32), 7, dtype=torch.uint8)
+    zeros[:, 1] = 0
+    one_by_one = pack((zeros.int() - 1 & 15).to(torch.uint8), 4)
+    by_words = (pack(zeros, 4).long() - 0x11111111 & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+    assert not torch.equal(one_by_one, by_words)
+    store.tensors[f"{NAME}.qzeros"] = by_words if "gptqmodel" in maker else one_by_one
+    config = gptq_config(scheme, checkpoint_format="gptq", meta={"quantizer": [maker]})
+    (module,) = layout.modules(store, config).values()
+    read = layout.read(store, module).matrix.zero_points
+    assert read is not None
+    assert torch.equal(read, zeros.T)
+
+
+def test_zero_points_of_their_own_are_written_as_version_2() -> None:
+    layout = CHECKPOINT_FORMATS["gptq"]()
+    for symmetric, version in ((True, "gptq"), (False, "gptq_v2")):
+        scheme = QuantScheme(bits=4, group_size=64, symmetric=symmetric)
+        assert layout.quantization_config({NAME: scheme}, [])["checkpoint_format"] == version
 
 
 def test_a_version_that_is_not_stated_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

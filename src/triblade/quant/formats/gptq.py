@@ -1,11 +1,13 @@
-"""GPTQ's layout, written as version 1, read in versions 1 and 2, with groups of neighbouring or of scattered inputs.
+"""GPTQ's layout, versions 1 and 2, with groups of neighbouring or (read only) of scattered inputs.
 
     qweight int32 [in * b / 32, out]   qzeros int32 [G, out * b / 32]   scales float16 [G, out]   g_idx int32 [in]
     w[k, n] = scale[g_idx[k], n] * (q - z[g_idx[k], n])
 
 Codes are packed along the inputs, zero points along the outputs, both as one stream of bits. Version 1 stores a zero point less
 one, version 2 as it is, and there are files that name the one and hold the other: where the matrix is symmetric the stored
-zero points tell. So a symmetric matrix is always read right, and the contradiction is said.
+zero points tell. So a symmetric matrix is always read right, and the contradiction is said. Version 1 has no room for a zero
+point of 0, and its writers fell apart over it: some wrap the one code, others borrow from the next in the word. So what has
+zero points of its own is written as version 2, and read in version 1 as its writer meant it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from triblade.quant.scheme import IntegerMatrix, QuantScheme
 log = logging.getLogger(__name__)
 
 V1, V2 = "gptq", "gptq_v2"
+# Layout of a module: version 1 of a writer that subtracts one from all codes of a word by a single subtraction of the word.
+_V1_WORDS = "gptq by words"
 _CHECKED: tuple[str, ...] = (
     "quant_method",
     "bits",
@@ -53,6 +57,7 @@ _CHECKED += ("pack_dtype", "is_marlin_format", "rotation", "adapter")
 # How the codes were found, or how to compute with them.
 _HARMLESS: tuple[str, ...] = (
     "meta",
+    "method",
     "damp_percent",
     "static_groups",
     "true_sequential",
@@ -71,6 +76,7 @@ class _Settings:
 
     scheme: QuantScheme
     version: str
+    is_by_words: bool
     dynamic: Mapping[str, Any]  # "+:PATTERN" or "PATTERN": other settings; "-:PATTERN": not quantized
 
     def scheme_of(self, module: str) -> QuantScheme:
@@ -84,7 +90,7 @@ class _Settings:
 
 
 class GPTQ(CheckpointFormat):
-    """Reads versions 1 and 2, writes version 1."""
+    """Reads versions 1 and 2; writes symmetric matrices as version 1, which everybody reads, others as version 2."""
 
     name = "gptq"
 
@@ -123,16 +129,15 @@ class GPTQ(CheckpointFormat):
         return None
 
     def tensors(self, matrix: IntegerMatrix) -> dict[str, Tensor]:
-        """See `CheckpointFormat`. Version 1 cannot hold a zero point of 0 apart from one of 2 ** bits, which no quantizer makes."""
-        bits, inputs = matrix.scheme.bits, matrix.codes.shape[1]
+        """See `CheckpointFormat`."""
         expect_float16(matrix, "GPTQ")
+        bits, inputs = matrix.scheme.bits, matrix.codes.shape[1]
         zeros = matrix.zero_points
         if zeros is None:
-            zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point, dtype=torch.uint8)
-        stored = (zeros.int() - 1 & matrix.scheme.max_code).to(torch.uint8)
+            zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point - 1, dtype=torch.uint8)
         return {
             "qweight": pack(matrix.codes, bits).T.contiguous(),
-            "qzeros": pack(stored.T.contiguous(), bits),
+            "qzeros": pack(zeros.T.contiguous(), bits),
             "scales": matrix.scales.T.contiguous(),
             "g_idx": (torch.arange(inputs) // matrix.scheme.group(inputs)).int(),
         }
@@ -145,12 +150,13 @@ class GPTQ(CheckpointFormat):
                 f"a GPTQ checkpoint has one scheme, got: {', '.join(found)}",
                 hint="use compressed-tensors for mixed precision",
             )
+        scheme = next(iter(schemes.values()))
         return {
             "quant_method": self.name,
-            **_as_settings(next(iter(schemes.values()))),
+            **_as_settings(scheme),
             "desc_act": False,
             "lm_head": "lm_head" in schemes,
-            "checkpoint_format": V1,
+            "checkpoint_format": V1 if scheme.symmetric else V2,
             "pack_dtype": "int32",
             "dynamic": {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in dense if name != "lm_head"},
         }
@@ -172,7 +178,8 @@ def _settings(quantization: Mapping[str, Any]) -> _Settings:
     scheme = _scheme(quantization)
     if not scheme.symmetric and "checkpoint_format" not in quantization and "format" not in quantization:
         log.warning("GPTQ checkpoint: it does not say its version; zero points are read as version 1 stores them")
-    return _Settings(scheme, version, quantization.get("dynamic") or {})
+    made_by = str((quantization.get("meta") or {}).get("quantizer"))
+    return _Settings(scheme, version, "gptqmodel" in made_by.lower(), quantization.get("dynamic") or {})
 
 
 def _scheme(settings: Mapping[str, Any]) -> QuantScheme:
@@ -202,8 +209,10 @@ def _module(store: TensorStore, name: str, settings: _Settings) -> QuantizedModu
         tensors.append(expect_tensor(store, f"{name}.qzeros", shape, ["I32"]))
     if f"{name}.g_idx" in store.names():
         tensors.append(expect_tensor(store, f"{name}.g_idx", (inputs,), ["I32", "I64"]))
+    by_words = settings.version == V1 and settings.is_by_words and 32 % scheme.bits == 0
+    layout = _V1_WORDS if by_words else settings.version
     return QuantizedModule(
-        name=name, scheme=scheme, rows=rows, inputs=inputs, tensors=frozenset(tensors), layout=settings.version
+        name=name, scheme=scheme, rows=rows, inputs=inputs, tensors=frozenset(tensors), layout=layout
     )
 
 
@@ -220,10 +229,10 @@ def _zero_points(store: TensorStore, module: QuantizedModule) -> Tensor | None:
     name, scheme = module.name, module.scheme
     if f"{name}.qzeros" not in module.tensors:
         return None
-    stored = unpack(store.tensor(f"{name}.qzeros"), scheme.bits, module.rows)  # [G, out]
+    words = store.tensor(f"{name}.qzeros")
     if not scheme.symmetric:
-        back = 1 if module.layout == V1 else 0
-        return (stored.int() + back & scheme.max_code).to(torch.uint8).T.contiguous()
+        return _own_zero_points(words, module)
+    stored = unpack(words, scheme.bits, module.rows)  # [G, out]
     as_stored = {V1: scheme.zero_point - 1, V2: scheme.zero_point}
     found = [version for version, value in as_stored.items() if bool((stored == value).all())]
     if not found:
@@ -231,6 +240,18 @@ def _zero_points(store: TensorStore, module: QuantizedModule) -> Tensor | None:
             f"{name} is symmetric by the configuration, but has zero points other than {scheme.zero_point}",
             hint="sym in the quantization config is wrong",
         )
-    if found != [module.layout]:
-        log.warning("%s: zero points are stored as in %s, the configuration says %s", name, found[0], module.layout)
+    stated = V2 if module.layout == V2 else V1
+    if found != [stated]:
+        log.warning("%s: zero points are stored as in %s, the configuration says %s", name, found[0], stated)
     return None
+
+
+def _own_zero_points(words: Tensor, module: QuantizedModule) -> Tensor:
+    """[out, G] from stored words [G, m] of a matrix that is not symmetric."""
+    bits = module.scheme.bits
+    if module.layout == _V1_WORDS:
+        one_each = sum(1 << shift for shift in range(0, 32, bits))
+        words = words + one_each  # carries what was borrowed back; wraps around at 32 bits
+    stored = unpack(words, bits, module.rows)  # [G, out]
+    back = 1 if module.layout == V1 else 0
+    return (stored.int() + back & module.scheme.max_code).to(torch.uint8).T.contiguous()
