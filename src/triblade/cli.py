@@ -170,6 +170,8 @@ def evaluate(
     context: int = 2048,
     max_tokens: int | None = None,
     against: str | None = None,
+    generations: int = 0,
+    generation_tokens: int = 512,
     as_json: Annotated[bool, Parameter(name="--json")] = False,
     log_level: LogLevelFlag = "info",
 ) -> None:
@@ -182,12 +184,17 @@ def evaluate(
         context: Tokens per window.
         max_tokens: Use only this many tokens from the start; default: all.
         against: Also report KL divergence (nats per token) and top-1 agreement to this model.
+        generations: Also continue this many pieces of the text greedily, and report how much the continuations repeat.
+        generation_tokens: Tokens of each continuation.
         as_json: Print one JSON object.
     """
     from triblade.quant.evaluate import evaluate_file
 
     console.setup_logging(log_level)
     report = evaluate_file(engine, text, context=context, max_tokens=max_tokens, against=against)
+    if generations:
+        rates = [_repetition(named, text, generations, generation_tokens) for named in _both(engine, against)]
+        report = replace(report, **dict(zip(("repetition_rate", "against_repetition_rate"), rates, strict=False)))
     print(json.dumps(asdict(report)) if as_json else report)
 
 
@@ -244,6 +251,21 @@ def _name_the_model(arguments: Sequence[str]) -> list[str]:
     if len(arguments) > 1 and arguments[0] in MODEL_COMMANDS and not arguments[1].startswith("-"):
         return [arguments[0], "--model", *arguments[1:]]
     return list(arguments)
+
+
+def _both(engine: EngineConfig, against: str | None) -> list[EngineConfig]:
+    return [engine] if against is None else [engine, replace(engine, model=against, revision=None, tokenizer=None)]
+
+
+def _repetition(engine: EngineConfig, text: Path, count: int, tokens: int) -> float:
+    """How much a model repeats itself when it goes on writing `count` pieces of a text."""
+    from triblade.llm import LLM, long_texts
+    from triblade.models.loader import open_model
+    from triblade.quant.evaluate import prompts_from
+    from triblade.quant.repetition import repetition_rate
+
+    prompts = prompts_from(open_model(engine), text, count)
+    return repetition_rate(long_texts(LLM(engine), prompts, tokens))
 
 
 def _own_text(config: ConvertConfig) -> Path:

@@ -133,3 +133,15 @@ def write_own_text(llm: LLM, samples: int, length: int, path: Path) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(written), encoding="utf-8")
     part.replace(path)
+
+
+def long_texts(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy continuation of each prompt, past every end, as token ids."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    texts: list[list[int]] = []
+    with progress("writing long texts", len(prompts) * max_tokens, unit="tokens") as advance:
+        for begin in range(0, len(prompts), OWN_TEXT_AT_ONCE):
+            batch = prompts[begin : begin + OWN_TEXT_AT_ONCE]
+            texts += [completion.token_ids for (completion,) in llm.generate(batch, params)]
+            advance(len(batch) * max_tokens)
+    return texts

@@ -383,3 +383,12 @@ def test_a_budget_below_the_cheapest_scheme_is_refused(config: ConvertConfig) ->
         convert(replace(config, average_bits=2.0))
     with pytest.raises(ConfigError, match="leave rules"):
         replace(config, average_bits=4.5, rules=("o_proj=8",))
+
+
+def test_eval_reports_repetition(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["eval", str(model), "--text", str(text), "--context", "32", "--max-tokens", "64", "--against", str(model)]
+    flags += ["--generations", "3", "--generation-tokens", "40", "--threads", "1", "--json", "--device", "cpu"]
+    assert cli.main(flags) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert 0 <= report["repetition_rate"] <= 1
+    assert report["against_repetition_rate"] == report["repetition_rate"]
