@@ -72,9 +72,10 @@ def quantize_layers(job: Job, state: RunState) -> None:
         else:
             _embed(decoder, job, streams)
     reader = DenseReader(job.model.checkpoint, job.model.config, job.model.dtype, job.device)
-    with progress(f"quantizing {job.model.name}", job.model.config.num_layers, unit="layers") as advance:
-        advance(len(state.layers))
-        for index in range(len(state.layers), job.model.config.num_layers):
+    todo = range(len(state.layers), job.model.config.num_layers)
+    label = f"quantizing {job.model.name}" + (f" from layer {todo.start}" if todo.start else "")
+    with progress(label, len(todo), unit="layers") as advance:
+        for index in todo:
             started = time.monotonic()
             settings = LayerSettings(
                 recipe=job.recipe,
