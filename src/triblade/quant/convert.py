@@ -70,11 +70,13 @@ def convert(config: ConvertConfig) -> ConvertReport:
     """
     started = time.monotonic()
     prepared = _prepare(config)
-    job = prepared.job
     state = RunState(_state_folder(config.output), _fingerprint(prepared), resume=config.resume)
-    quantize_layers(job, state)
+    prepared_s = time.monotonic() - started
+    quantize_layers(prepared.job, state)
+    started = time.monotonic()
     measured = _measure(prepared, state)
-    report = _report(prepared, state, measured, time.monotonic() - started)
+    layers_s = sum(record.seconds for record in state.layers)  # also of runs that were interrupted
+    report = _report(prepared, state, measured, prepared_s + layers_s + time.monotonic() - started)
     _gate(config, report)
     report = _write(prepared, state, report)
     state.remove()
