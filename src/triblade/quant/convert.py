@@ -106,10 +106,11 @@ def _prepare(config: ConvertConfig) -> _Prepared:
         ids=None if calibration is None else calibration.ids,
         backend=backend,
         device=device,
+        path=resolve(model.name, revision=config.revision),
     )
     if check_resources(needs(model, plan, job.stream_sizes), config.output, device):
         job = replace(job, spill=_state_folder(config.output))
-    check_weights(model)
+    check_weights(job.source())
     if config.average_bits is not None:
         job = replace(job, schemes=_spent(job, choices, config.average_bits))
     measured_on = _text_to_measure(config, model, calibration)
@@ -207,11 +208,11 @@ def _measure(prepared: _Prepared, state: RunState) -> Measured | None:
     job = prepared.job
     if prepared.measured_on is None:
         return None
-    source = DequantizedSource(job.model.checkpoint, state.matrices(), state.dense())
+    source = DequantizedSource(job.source(), state.matrices(), state.dense())
     backends: tuple[Backend, Backend] = (job.backend, job.backend)
     if any(scheme is not None and scheme.activation_bits for schemes in job.schemes for scheme in schemes.values()):
         backends = (job.backend, cast(Backend, TokenActivations(job.backend)))
-    return measure(job.model, source, prepared.measured_on, backends, job.device)
+    return measure(job.model, (job.source(), source), prepared.measured_on, backends, job.device)
 
 
 def _report(prepared: _Prepared, state: RunState, measured: Measured | None, seconds: float) -> ConvertReport:
@@ -268,8 +269,8 @@ def _gate(config: ConvertConfig, report: ConvertReport) -> None:
 
 def _write(prepared: _Prepared, state: RunState, report: ConvertReport) -> ConvertReport:
     job, config = prepared.job, prepared.config
-    path = resolve(job.model.name, revision=config.revision)
-    companions = companion_files(path, job.model.checkpoint)
+    assert job.path is not None
+    companions = companion_files(job.path, job.model.checkpoint)
     weights = needs(job.model, job.schemes, None).output
     report = replace(report, bytes_after=weights)
     export = Export(

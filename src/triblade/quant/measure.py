@@ -88,13 +88,17 @@ class Measured:
 
 
 def measure(
-    model: OpenModel, quantized: TensorSource, ids: Tensor, backends: tuple[Backend, Backend], device: torch.device
+    model: OpenModel,
+    sources: tuple[TensorSource, TensorSource],
+    ids: Tensor,
+    backends: tuple[Backend, Backend],
+    device: torch.device,
 ) -> Measured:
     """Compare on token ids [N], in windows of up to 2048 tokens.
 
     Args:
         model: the original.
-        quantized: its tensors after quantization.
+        sources: its tensors, and what became of them.
         ids: the text.
         backends: for the original, and for the quantized model.
         device: where to compute.
@@ -102,11 +106,12 @@ def measure(
     context = min(2048, model.config.context_length, len(ids))
     prompts = [model.tokenizer.encode(prompt, add_special_tokens=False) for prompt in SAMPLE_PROMPTS]
     with progress("measuring", 2 * len(ids), unit="tokens") as advance:
-        original = model.load(context, backends[0], device)
+        weights = load_weights(sources[0], model.config, model.dtype, device)
+        original = Decoder(model.config, weights, backends[0], context)
         before = [_continue(original, model, prompt) for prompt in prompts]
         remembered = remember(original, ids, context, advance)
-        del original
-        weights = load_weights(quantized, model.config, model.dtype, device)
+        del original, weights
+        weights = load_weights(sources[1], model.config, model.dtype, device)
         decoder = Decoder(model.config, weights, backends[1], context)
         after = [_continue(decoder, model, prompt) for prompt in prompts]
         comparison = compare_remembered(decoder, remembered, ids, context, advance)

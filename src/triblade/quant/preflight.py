@@ -17,9 +17,9 @@ from triblade import host
 from triblade.errors import CheckpointError, MemoryBudgetError, NumericalError, UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.loader import OpenModel
-from triblade.models.weights import layer_modules
+from triblade.models.weights import TensorSource, layer_modules
 from triblade.quant.plan import Schemes, average_bits, check_divisibility, elements, inputs_of
-from triblade.quant.streams import StreamSizes
+from triblade.quant.streams import TOKENS_AT_ONCE, StreamSizes
 from triblade.registry import CHECKPOINT_FORMATS
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def needs(model: OpenModel, plan: Sequence[Schemes], streams: StreamSizes | None
     widest = max(inputs_of(config, field) for field in plan[0])
     layer = sum(elements(config, 0, field) for field in plan[0])
     moments = COPIES_OF_A_MOMENT * widest**2 * 4 if streams is not None else 0
-    batch = 0 if streams is None else 4096 * (2 * config.intermediate_size + config.q_size) * 8
+    batch = 0 if streams is None else TOKENS_AT_ONCE * (2 * config.intermediate_size + config.q_size) * 8
     body = config.num_layers * layer
     packed = int(body * average_bits(config, plan) / 8)
     output = packed + (config.num_parameters - body) * model.checkpoint.dtype.itemsize
@@ -110,14 +110,14 @@ def check_resources(wanted: Needs, folder: Path, device: torch.device) -> bool:
     return spill
 
 
-def check_weights(model: OpenModel) -> None:
-    """Refuse weights that are not finite, naming the first.
+def check_weights(source: TensorSource) -> None:
+    """Refuse weights that are not finite, naming the first. `source` should be dropped afterwards: it maps what it read.
 
     Raises:
         NumericalError: there is one.
     """
-    for name in sorted(model.checkpoint.names()):
-        tensor = model.checkpoint.tensor(name)
+    for name in sorted(source.names()):
+        tensor = source.tensor(name)
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             count = int((~torch.isfinite(tensor)).sum())
             if count:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triblade.errors import ConfigError, NumericalError
 from triblade.models.decoder import Decoder, DenseAttend
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB of float32
+LOGITS_AT_ONCE = 2**22  # 16 MiB of float32; a comparison holds several such pieces
 
 
 @dataclass(frozen=True, slots=True)

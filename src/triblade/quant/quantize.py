@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from triblade.console import progress
+from triblade.models.checkpoint import open_checkpoint
 from triblade.models.decoder import Decoder, DecoderWeights
 from triblade.models.loader import OpenModel
-from triblade.models.weights import DenseReader
+from triblade.models.weights import DenseReader, TensorSource
 from triblade.ops.backend import Backend, Linear
 from triblade.quant.layer import LayerQuantizer, LayerSettings
 from triblade.quant.passes import Recipe
@@ -43,6 +44,13 @@ class Job:
     backend: Backend
     device: torch.device
     spill: Path | None = None  # folder for hidden states that do not fit memory
+    path: Path | None = (
+        None  # of the checkpoint, to read each layer through a mapping of its own; None: as `model` has it
+    )
+
+    def source(self) -> TensorSource:
+        """The original's tensors; what is mapped for them goes when the source goes."""
+        return self.model.checkpoint if self.path is None else open_checkpoint(self.path)
 
     @property
     def stream_sizes(self) -> StreamSizes | None:
@@ -71,7 +79,6 @@ def quantize_layers(job: Job, state: RunState) -> None:
             state.restore(streams)
         else:
             _embed(decoder, job, streams)
-    reader = DenseReader(job.model.checkpoint, job.model.config, job.model.dtype, job.device)
     todo = range(len(state.layers), job.model.config.num_layers)
     label = f"quantizing {job.model.name}" + (f" from layer {todo.start}" if todo.start else "")
     with progress(label, len(todo), unit="layers") as advance:
@@ -83,7 +90,9 @@ def quantize_layers(job: Job, state: RunState) -> None:
                 scale_type=job.scale_type,
                 store_type=job.model.checkpoint.dtype,
             )
+            reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
             result = LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
+            del reader
             seconds = time.monotonic() - started
             state.finish_layer(result, seconds, streams)
             log.debug("layer %d: %.1f s, errors %s", index, seconds, result.errors)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triblade.errors import CheckpointError
 
-TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 2048
 
 
 @dataclass(slots=True, kw_only=True)
