@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from triblade import cli
-from triblade.config import EngineConfig, ServerConfig
+from triblade.config import ConvertConfig, EngineConfig, ServerConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 COMMANDS = {
@@ -27,9 +27,10 @@ COMMANDS = {
     "chat": cli.chat,
     "serve": cli.serve,
     "eval": cli.evaluate,
+    "convert": cli.convert,
     "version": cli.version,
 }
-GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
+GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server", "ConvertConfig": "conversion"}
 INTRODUCTION = """\
 # Command line
 
@@ -124,6 +125,7 @@ def page() -> str:
     parts += option_table("Engine options", EngineConfig)
     parts += option_table("Sampling options", cli.SamplingFlags)
     parts += option_table("Server options", ServerConfig)
+    parts += option_table("Conversion options", ConvertConfig)
     return "\n".join([*parts, ENVIRONMENT])
 
 

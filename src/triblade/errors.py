@@ -68,6 +68,10 @@ class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
 
 
+class QualityError(TribladeError):
+    """A quantized model is further from its original than the user allows."""
+
+
 class RequestError(TribladeError):
     """A request is malformed; nothing was computed for it."""
 

@@ -6,17 +6,23 @@ print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from triblade.config import EngineConfig
+from triblade.console import progress
 from triblade.engine.build import build_engine
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.engine.request import Request
 from triblade.models.tokenizer import Tokenizer
 from triblade.sampling_params import SamplingParams
+
+OWN_TEXT_AT_ONCE = 32  # samples in one batch
 
 
 @dataclass(slots=True)
@@ -105,3 +111,37 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def write_own_text(llm: LLM, samples: int, length: int, path: Path) -> None:
+    """Let a model write text to calibrate on: a JSON list of `samples` lists of `length` token ids.
+
+    Each begins with BOS, or a random token where there is none, and goes on as the model would at temperature 1, past every end.
+    """
+    random_ids = random.Random(0)
+    tokenizer = llm.tokenizer
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    prompts = [[*start, random_ids.randrange(tokenizer.vocab_size)] for _ in range(samples)]
+    written = []
+    with progress("writing calibration text", samples * length, unit="tokens") as advance:
+        for begin in range(0, samples, OWN_TEXT_AT_ONCE):
+            batch = prompts[begin : begin + OWN_TEXT_AT_ONCE]
+            params = SamplingParams(max_tokens=length - len(batch[0]), temperature=1.0, seed=begin, ignore_eos=True)
+            for prompt, (completion,) in zip(batch, llm.generate(batch, params), strict=True):
+                written.append([*prompt, *completion.token_ids])
+                advance(length)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(written), encoding="utf-8")
+    part.replace(path)
+
+
+def long_texts(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy continuation of each prompt, past every end, as token ids."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    texts: list[list[int]] = []
+    with progress("writing long texts", len(prompts) * max_tokens, unit="tokens") as advance:
+        for begin in range(0, len(prompts), OWN_TEXT_AT_ONCE):
+            batch = prompts[begin : begin + OWN_TEXT_AT_ONCE]
+            texts += [completion.token_ids for (completion,) in llm.generate(batch, params)]
+            advance(len(batch) * max_tokens)
+    return texts

@@ -27,6 +27,9 @@ class Registry(Mapping[str, Any]):
         module, _, attribute = self._entries[name].partition(":")
         return getattr(import_module(module), attribute)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -55,6 +58,16 @@ MODELS = Registry(
     },
 )
 
+# `quant_method` in config.json -> the class that reads and writes such checkpoints.
+CHECKPOINT_FORMATS = Registry(
+    "checkpoint format",
+    {
+        "compressed-tensors": "triblade.quant.formats.compressed_tensors:CompressedTensors",
+        "awq": "triblade.quant.formats.awq:AWQ",
+        "gptq": "triblade.quant.formats.gptq:GPTQ",
+    },
+)
+
 KV_CODECS = Registry(
     "KV cache dtype",
     {
@@ -62,6 +75,21 @@ KV_CODECS = Registry(
         "bfloat16": "triblade.kv.codecs:bfloat16",
         "float16": "triblade.kv.codecs:float16",
         "int8": "triblade.kv.codecs:int8",
+    },
+)
+
+# Steps of a quantization, composed with "+": `awq+gptq`.
+PASSES = Registry(
+    "quantization pass",
+    {
+        "rtn": "triblade.quant.passes:RTN",
+        "range": "triblade.quant.passes:RANGE",
+        "awq": "triblade.quant.passes:AWQ",
+        "balance": "triblade.quant.passes:BALANCE",
+        "smooth": "triblade.quant.passes:SMOOTH",
+        "correct": "triblade.quant.passes:CORRECT",
+        "gptq": "triblade.quant.passes:GPTQ",
+        "refine": "triblade.quant.passes:REFINE",
     },
 )
 

@@ -17,9 +17,11 @@ from tiny_tokenizers import CORPUS
 from tokenizers import pre_tokenizers
 from transformers.integrations.gguf import convert_gguf_tokenizer
 
+from triblade.models.checkpoint import open_checkpoint
 from triblade.models.gguf_file import GGUFFile
 from triblade.models.source import resolve
 from triblade.models.tokenizer import Tokenizer
+from triblade.quant.companions import companion_files
 
 GEMMA_KEYS = {"tokenizer_type": "model", "tokens": "tokens", "scores": "scores", "token_type": "token_type"}
 SPACES_BEFORE_DIGIT = re.compile(r"\s\s\d|\s\N{VULGAR FRACTION ONE HALF}")
@@ -166,3 +168,29 @@ def test_joined_bytes_are_the_text(name: str, request: pytest.FixtureRequest) ->
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8") == text
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_the_files_made_for_a_converted_gguf_model_are_its_tokenizer(name: str, tmp_path: Path) -> None:
+    """A converted checkpoint has the ids, ends and chats of the GGUF file it was made from, for us and for transformers."""
+    source = resolve(name)
+    for file, content in companion_files(source, open_checkpoint(source)).items():
+        (tmp_path / file).write_bytes(content)
+    original, made = Tokenizer.load(source), Tokenizer.load(tmp_path)
+    others = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (made.vocab_size, made.bos_token_id) == (original.vocab_size, original.bos_token_id)
+    assert made.eos_token_ids == original.eos_token_ids
+    for text in TEXTS:
+        assert made.encode(text) == original.encode(text) == others.encode(text)
+    assert made.chat_template == original.chat_template
+    if made.chat_template is None:
+        return  # a base model
+    messages = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Hm"},
+    ]
+    assert made.render_chat(messages) == original.render_chat(messages)
+    assert others.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == made.render_chat(
+        messages
+    )

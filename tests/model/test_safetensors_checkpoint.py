@@ -176,23 +176,24 @@ def test_a_folder_without_weights_says_what_is_looked_for(tmp_path: Path) -> Non
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "value", "method"),
-    [
-        ("config.json", {**CONFIG, "quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
-        (
-            "config.json",
-            {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors"}},
-            "compressed-tensors",
-        ),
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
-    ],
-)
-def test_quantized_weights_are_refused_by_method(file: str, value: Any, method: str, tmp_path: Path) -> None:
-    (folder(tmp_path) / file).write_text(json.dumps(value))
-    with pytest.raises(UnsupportedError, match=method) as error:
+@pytest.mark.parametrize("config", [{"quant_method": "bitsandbytes"}, {"quant_method": "hqq"}, {"bits": 4}], ids=str)
+def test_unknown_quantization_is_refused_by_method(config: Any, tmp_path: Path) -> None:
+    """Not read as if the codes were weights. What is read is in contract/test_checkpoint_formats."""
+    with pytest.raises(UnsupportedError, match=repr(config.get("quant_method"))) as error:
+        open_checkpoint(folder(tmp_path, quantization_config=config))
+    assert "compressed-tensors, awq, gptq" in str(error.value)
+
+
+def test_a_quantization_config_of_its_own_file_is_found(tmp_path: Path) -> None:
+    """As older GPTQ tools wrote it, without the method's name."""
+    (folder(tmp_path) / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128}))
+    with pytest.raises(CheckpointError, match="a GPTQ checkpoint must state bits, group_size and sym"):
         open_checkpoint(tmp_path)
-    assert "GGUF" in str(error.value)
+
+
+def test_a_quantization_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"quantization_config .* must be a JSON object, got: str"):
+        open_checkpoint(folder(tmp_path, quantization_config="awq"))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,20 @@ def test_describe(done: int, total: int | None, unit: str, text: str) -> None:
     assert console.describe(done, total, unit) == text
 
 
+@pytest.mark.parametrize(
+    ("done", "total", "elapsed_s", "text"),
+    [
+        (10, 30, 20.0, ", about 40 s left"),
+        (1, 30, 12.0, ", about 6 min left"),
+        (30, 30, 9.0, ""),
+        (0, 30, 9.0, ""),
+        (5, None, 9.0, ""),
+    ],
+)
+def test_remaining(done: int, total: int | None, elapsed_s: float, text: str) -> None:
+    assert console.remaining(done, total, elapsed_s) == text
+
+
 def test_logging_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
     console.setup_logging("debug")
     console.setup_logging("warning")

@@ -10,11 +10,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from triblade.errors import CheckpointError
+from triblade.errors import CheckpointError, UnsupportedError
+from triblade.registry import CHECKPOINT_FORMATS
+
+if TYPE_CHECKING:
+    from triblade.models.safetensors_checkpoint import SafetensorsCheckpoint
 
 _SAMPLE_BYTES = 16 * 1024
 
@@ -34,7 +38,7 @@ class Checkpoint(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights in the file (float32, bfloat16 or float16); bfloat16 for a GGUF file."""
+        """Type to compute in: that of the weights in the file; bfloat16 for a GGUF file and where codes have float16 scales."""
         ...
 
     @property
@@ -74,10 +78,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
     from triblade.models.safetensors_checkpoint import SafetensorsCheckpoint
 
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        folder = SafetensorsCheckpoint(path)
+        return _quantized(folder) if folder.quantization else folder
     if path.is_file():
         return GGUFCheckpoint(path)
     raise CheckpointError(f"no such file or folder: {path}")
+
+
+def _quantized(folder: SafetensorsCheckpoint) -> Checkpoint:
+    """The checkpoint as its format reads it. Formats are further right than this package, so the registry has them."""
+    method = str(folder.quantization.get("quant_method"))
+    if method not in CHECKPOINT_FORMATS:
+        raise UnsupportedError(
+            f"the weights are quantized with {method!r}, which is not read",
+            hint=f"read: {', '.join(CHECKPOINT_FORMATS)}, and GGUF files; or use the model's unquantized weights",
+        )
+    opened: Checkpoint = CHECKPOINT_FORMATS[method]().open(folder)
+    return opened
 
 
 def unknown_tensor(name: str, path: Path) -> CheckpointError:

@@ -71,19 +71,25 @@ class Decoder:
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final-norm hidden states [T, C] of tokens [T] at absolute positions [T]."""
         x = self.backend.embed(self.weights.embedding.weight, input_ids, self.config.embedding_scale)  # [T, C]
-        ropes = [(cos[positions], sin[positions]) for cos, sin in self._ropes]  # [T, R/2] each
+        ropes = self.rotations(positions)
         for index, layer in enumerate(self.weights.layers):
-            x = x + self._attention(index, layer, x, ropes[self.config.layers[index].rope], attend)
-            x = x + self._feed_forward(layer, x)
+            mixed = self.attention_mix(index, layer, x, ropes[self.config.layers[index].rope], attend)
+            x = x + self.attention_out(layer, mixed)
+            x = x + self.mlp_out(layer, self.mlp_mix(layer, x))
         return self.backend.rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines [T, R/2] of positions [T], for every rope of the model."""
+        return [(cos[positions], sin[positions]) for cos, sin in self._ropes]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, C] -> [R, V] float32."""
         return self.backend.logits(hidden, self.weights.head, self.config.logits_softcap)
 
-    def _attention(
+    def attention_mix(
         self, index: int, layer: LayerWeights[Linear], x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
+        """What the output projection of attention multiplies, [T, H * D], from the residual stream [T, C]."""
         config, ops = self.config, self.backend
         qkv = ops.linear(ops.rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv)
         heads = qkv.view(x.shape[0], -1, config.head_dim)  # [T, H + 2 G, D]
@@ -91,24 +97,29 @@ class Decoder:
         if layer.qk_norm is not None:
             qk = self._norm_heads(qk, layer.qk_norm)
         q, k = ops.rope(qk, *rope).split((config.num_heads, config.num_kv_heads), 1)
-        attended = attend(index, q, k, v).reshape(x.shape[0], -1)  # [T, H * D]
-        out = ops.linear(attended, layer.output)
-        return (
-            out
-            if layer.attention_post_norm is None
-            else ops.rms_norm(out, layer.attention_post_norm, config.rms_norm_eps)
-        )
+        return attend(index, q, k, v).reshape(x.shape[0], -1)
+
+    def attention_out(self, layer: LayerWeights[Linear], mixed: Tensor) -> Tensor:
+        """What attention adds to the residual stream: [T, H * D] -> [T, C]."""
+        return self._normalized(self.backend.linear(mixed, layer.output), layer.attention_post_norm)
+
+    def mlp_mix(self, layer: LayerWeights[Linear], x: Tensor) -> Tensor:
+        """What the down projection multiplies, [T, I], from the residual stream [T, C]."""
+        config, ops = self.config, self.backend
+        gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up)
+        return ops.gated_activation(gate_up, config.activation)
+
+    def mlp_out(self, layer: LayerWeights[Linear], mixed: Tensor) -> Tensor:
+        """What the feed-forward adds to the residual stream: [T, I] -> [T, C]."""
+        return self._normalized(self.backend.linear(mixed, layer.down), layer.mlp_post_norm)
+
+    def _normalized(self, out: Tensor, norm: Tensor | None) -> Tensor:
+        return out if norm is None else self.backend.rms_norm(out, norm, self.config.rms_norm_eps)
 
     def _norm_heads(self, qk: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over each head, with one weight for query heads and one for key heads: weight [H + G, D]."""
         ones = torch.ones_like(weight[0])
         return (self.backend.rms_norm(qk.float(), ones, self.config.rms_norm_eps) * weight).to(qk.dtype)
-
-    def _feed_forward(self, layer: LayerWeights[Linear], x: Tensor) -> Tensor:
-        config, ops = self.config, self.backend
-        gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up)
-        out = ops.linear(ops.gated_activation(gate_up, config.activation), layer.down)
-        return out if layer.mlp_post_norm is None else ops.rms_norm(out, layer.mlp_post_norm, config.rms_norm_eps)
 
 
 class DenseAttend:

@@ -140,6 +140,7 @@ def _gemma2(header: GGUFHeader) -> dict[str, Any]:
 
 def _gemma3(header: GGUFHeader) -> dict[str, Any]:
     return {
+        "model_type": "gemma3_text",  # "gemma3" is the one with pictures
         **_gemma(header, pattern=6),
         "attn_logit_softcapping": header.get("attn_logit_softcapping"),
         "final_logit_softcapping": header.get("final_logit_softcapping"),

@@ -1,7 +1,7 @@
 """A Hugging Face model folder: config.json and safetensors weights, in one file or in shards with an index.
 
 The index is a contract: every shard it names is there, and holds the tensors it is said to hold, before anything else
-happens. Pickled weights are never opened. Knows no GGUF and no decoder.
+happens. Pickled weights are never opened. Knows no GGUF, no decoder, and of quantized weights only that they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CUT_SHORT = "the file is damaged or cut short; fetch it again"
 
 
 @dataclass(frozen=True)
-class _Entry:
+class TensorInfo:
     """One tensor, from the header of its file."""
 
     file: str
@@ -48,18 +48,19 @@ class SafetensorsCheckpoint:
 
     Raises:
         CheckpointError: from the constructor, when a file is missing or broken.
-        UnsupportedError: the weights are pickled, or quantized in a way that is not read.
+        UnsupportedError: the weights are pickled.
     """
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
+    quantization: Mapping[str, Any]  # of packed weights, which only their format can read; empty: there are none
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.path = folder
         weight_map = _weight_map(folder)
         self.config = read_json_object(folder / "config.json")
         self.generation_config = read_json_object_if_present(folder / "generation_config.json")
-        _refuse_quantized(folder, self.config)
+        self.quantization = quantization_config(folder, self.config)
         files = sorted(set(weight_map.values())) or [_SINGLE]
         self._files = {file: _open(folder / file) for file in files}
         self._entries = _entries(folder, files, weight_map)
@@ -77,13 +78,19 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as stored, mapped from its file."""
         if name not in self._entries:
-            raise unknown_tensor(name, self._folder)
+            raise unknown_tensor(name, self.path)
         tensor: torch.Tensor = self._files[self._entries[name].file].get_tensor(name)
         return tensor
 
     def release(self) -> None:
         """Map the files anew, without the pages that were read."""
-        self._files = {file: _open(self._folder / file) for file in self._files}
+        self._files = {file: _open(self.path / file) for file in self._files}
+
+    def info(self, name: str) -> TensorInfo:
+        """Type and shape of a tensor as stored, and where it is."""
+        if name not in self._entries:
+            raise unknown_tensor(name, self.path)
+        return self._entries[name]
 
     def fingerprint(self) -> str:
         """SHA-256 over configuration, names, types, shapes and samples of every tensor's bytes."""
@@ -92,7 +99,7 @@ class SafetensorsCheckpoint:
     def _samples(self) -> Iterator[bytes]:
         for name, entry in sorted(self._entries.items()):
             yield f"{name} {entry.dtype} {entry.shape}".encode()
-            with (self._folder / entry.file).open("rb") as file:
+            with (self.path / entry.file).open("rb") as file:
                 for offset, length in sample_spans(entry.offset, entry.num_bytes):
                     file.seek(offset)
                     yield file.read(length)
@@ -136,14 +143,21 @@ def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
     return CheckpointError(f"no weights in {folder}: neither {_SINGLE} nor {_INDEX}", hint="fetch the model again")
 
 
-def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config") or read_json_object_if_present(folder / "quantize_config.json")
-    if quantization:
-        method = quantization.get("quant_method") or ("gptq" if "bits" in quantization else "unknown")
-        raise UnsupportedError(
-            f"the weights in {folder} are quantized with {method!r}, which is not read",
-            hint="use the model's unquantized weights, or a GGUF file of it",
-        )
+def quantization_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the weights are quantized, with a `quant_method`; empty: they are not.
+
+    It is in config.json, or, by older tools, in a file of its own that need not name the method.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    found = config.get("quantization_config") or config.get("compression_config")
+    if found is None or found == {}:
+        found = read_json_object_if_present(folder / "quantize_config.json")
+        return {"quant_method": "gptq", **found} if found else {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"quantization_config in {folder} must be a JSON object, got: {type(found).__name__}")
+    return found
 
 
 def _open(path: Path) -> Any:
@@ -154,7 +168,7 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"cannot read {path}: {error}", hint=_CUT_SHORT) from error
 
 
-def _entries(folder: Path, files: list[str], weight_map: Mapping[str, str]) -> dict[str, _Entry]:
+def _entries(folder: Path, files: list[str], weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     """Name -> where it is. Where two files hold the same name the index decides."""
     headers = {file: _read_header(folder / file) for file in files}
     entries = {
@@ -170,7 +184,7 @@ def _entries(folder: Path, files: list[str], weight_map: Mapping[str, str]) -> d
     return entries
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Layout: header length (u64), header (JSON: name -> dtype, shape, data_offsets), data."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -179,11 +193,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     entries = {}
     for name, value in header.items():
         begin, end = value["data_offsets"]
-        entries[name] = _Entry(path.name, value["dtype"], tuple(value["shape"]), 8 + length + begin, end - begin)
+        entries[name] = TensorInfo(path.name, value["dtype"], tuple(value["shape"]), 8 + length + begin, end - begin)
     return entries
 
 
-def _dtype(entries: Iterable[_Entry], config: Mapping[str, Any]) -> torch.dtype:
+def _dtype(entries: Iterable[TensorInfo], config: Mapping[str, Any]) -> torch.dtype:
     """The type that most of the bytes have; what config.json says if there are no floating-point tensors."""
     num_bytes: dict[str, int] = {}
     for entry in entries:

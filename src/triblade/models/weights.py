@@ -54,6 +54,34 @@ def load_weights(
     return DenseReader(source, config, dtype, torch.device(device)).read()
 
 
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{index}."
+
+
+def layer_modules(config: ModelConfig, index: int) -> dict[str, list[tuple[str, int]]]:
+    """The linear layers of one layer as a checkpoint names them, (name, rows), by the field of `LayerWeights` that merges them."""
+    attention, mlp = layer_prefix(index) + "self_attn.", layer_prefix(index) + "mlp."
+    if config.fused_projections:
+        qkv = [(attention + "qkv_proj", config.q_size + 2 * config.kv_size)]
+        gate_up = [(mlp + "gate_up_proj", 2 * config.intermediate_size)]
+    else:
+        sizes = (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
+        qkv = [(attention + name, size) for name, size in sizes]
+        gate_up = [(mlp + name, config.intermediate_size) for name in ("gate_proj", "up_proj")]
+    output, down = [(attention + "o_proj", config.hidden_size)], [(mlp + "down_proj", config.hidden_size)]
+    return {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+
+
+def mlp_norm_name(config: ModelConfig, index: int) -> str:
+    """The tensor of the norm before the feed-forward.
+
+    With norms on both sides of a block, the name of the plain pre-MLP norm means the norm behind attention.
+    """
+    name = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    return f"{layer_prefix(index)}{name}.weight"
+
+
 class WeightReader(ABC, Generic[M]):
     """Reads tensors by name, checks shapes and remembers what was read; a subclass says what a matrix is."""
 
@@ -79,7 +107,7 @@ class WeightReader(ABC, Generic[M]):
         """Everything; raises if something is missing or left over."""
         config = self.config
         embedding = self.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-        layers = [self._layer(f"model.layers.{index}.") for index in range(config.num_layers)]
+        layers = [self.layer(index) for index in range(config.num_layers)]
         head = embedding
         if config.tie_word_embeddings:
             self._read.add("lm_head.weight")
@@ -108,36 +136,33 @@ class WeightReader(ABC, Generic[M]):
         self._read.add(name)
 
     def _check_nothing_left(self) -> None:
-        left = sorted(name for name in self.source.names() - self._read if not _NOT_WEIGHTS.search(name))
+        unread = sorted(name for name in self.source.names() - self._read if not _NOT_WEIGHTS.search(name))
+        left = [name for name in unread if not self._is_zero_bias(name)]
         if left:
             raise CheckpointError(
                 f"the checkpoint holds {len(left)} tensors that a {self.config.architecture} does not have: {_some(left)}",
                 hint="config.json and the weights do not belong together",
             )
 
-    def _layer(self, prefix: str) -> LayerWeights[M]:
-        config = self.config
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    def _is_zero_bias(self, name: str) -> bool:
+        """Some quantizers give every layer a bias, and save zeros where the model has none."""
+        return name.endswith(".bias") and not bool(self.source.tensor(name).any())
+
+    def layer(self, index: int) -> LayerWeights[M]:
+        """Everything of one layer."""
+        config, prefix = self.config, layer_prefix(index)
         c, inner = config.hidden_size, config.intermediate_size
-        if config.fused_projections:
-            qkv = [(attention + "qkv_proj", config.q_size + 2 * config.kv_size)]
-            gate_up = [(mlp + "gate_up_proj", 2 * inner)]
-        else:
-            sizes = (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
-            qkv = [(attention + name, size) for name, size in sizes]
-            gate_up = [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)]
-        # With norms on both sides of a block, the name of the plain pre-MLP norm means the norm behind attention.
-        mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        parts = layer_modules(config, index)
         post = config.post_norms
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight", c),
-            qkv=self.merged(qkv, c, bias=config.qkv_bias),
-            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
-            output=self.merged([(attention + "o_proj", c)], config.q_size, bias=config.output_bias),
+            qkv=self.merged(parts["qkv"], c, bias=config.qkv_bias),
+            qk_norm=self._qk_norm(prefix + "self_attn.") if config.qk_norm else None,
+            output=self.merged(parts["output"], config.q_size, bias=config.output_bias),
             attention_post_norm=self._norm(prefix + "post_attention_layernorm.weight", c) if post else None,
-            mlp_norm=self._norm(f"{prefix}{mlp_norm}.weight", c),
-            gate_up=self.gate_up(gate_up, c, bias=config.mlp_bias),
-            down=self.merged([(mlp + "down_proj", c)], inner, bias=config.mlp_bias),
+            mlp_norm=self._norm(mlp_norm_name(config, index), c),
+            gate_up=self.gate_up(parts["gate_up"], c, bias=config.mlp_bias),
+            down=self.merged(parts["down"], inner, bias=config.mlp_bias),
             mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight", c) if post else None,
         )
 

@@ -23,6 +23,8 @@ from triblade.quant.quality import compare, perplexity
 
 log = logging.getLogger(__name__)
 
+PROMPT_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityReport:
@@ -36,12 +38,19 @@ class QualityReport:
     against_perplexity: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    repetition_rate: float | None = None
+    against_repetition_rate: float | None = None
 
     def __str__(self) -> str:
         lines = [f"perplexity {self.perplexity:.4f} over {self.num_tokens} tokens, context {self.context}"]
         if self.against is not None:
             lines.append(f"{self.against}: perplexity {self.against_perplexity:.4f}")
             lines.append(f"KL {self.kl:.6f} nats/token, top-1 agreement {self.top1_agreement:.2%}")
+        if self.repetition_rate is not None:
+            other = (
+                "" if self.against_repetition_rate is None else f", {self.against}: {self.against_repetition_rate:.2%}"
+            )
+            lines.append(f"repetition {self.repetition_rate:.2%}{other}")
         return "\n".join(lines)
 
 
@@ -89,6 +98,19 @@ def evaluate_file(
         kl=both.kl,
         top1_agreement=both.top1_agreement,
     )
+
+
+def prompts_from(model: OpenModel, path: Path, count: int) -> list[list[int]]:
+    """`count` prompts of PROMPT_TOKENS tokens from all over a text, to continue at length.
+
+    Raises:
+        ConfigError: the text is too short for that many.
+    """
+    ids = model.tokenizer.encode(_read_text(path), add_special_tokens=False)
+    step = len(ids) // count
+    if step < PROMPT_TOKENS:
+        raise ConfigError(f"{count} prompts need {count * PROMPT_TOKENS} tokens of text, {path} has {len(ids)}")
+    return [ids[number * step :][:PROMPT_TOKENS] for number in range(count)]
 
 
 def _read_text(path: Path) -> str:

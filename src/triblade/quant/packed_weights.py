@@ -1,11 +1,12 @@
 """Read a checkpoint straight into the layout of the native kernels, one matrix at a time, so that no dense copy exists.
 
-Without a scheme a matrix keeps what the file has: bfloat16 or float32, or the blocks of a GGUF file as they are. With `int4` or
-`int8` it is rounded to nearest while loading (embedding and head to 8 bits).
+Without a scheme a matrix keeps what the file has: bfloat16 or float32, the blocks of a GGUF file as they are, or the codes of a
+quantized checkpoint. With `int4` or `int8` it is rounded to nearest while loading (embedding and head to 8 bits).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,14 +16,27 @@ from torch import Tensor
 
 from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
+from triblade.models.decoder import DecoderWeights
 from triblade.models.gguf_checkpoint import GGUFCheckpoint
 from triblade.models.weights import TensorSource, WeightReader, check_shape
-from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_dense, pack_quantized
+from triblade.ops.packing import (
+    BLOCK_ROWS,
+    PackedMatrix,
+    QuantizedMatrix,
+    interleaved_halves,
+    pack_dense,
+    pack_quantized,
+)
 from triblade.quant.gguf_blocks import KERNEL_TYPES, quantized_matrix
+from triblade.quant.kernel_matrices import KernelForm, joined, joint_form, kernel_form, kernel_matrix
+from triblade.quant.quantized_checkpoint import QuantizedCheckpoint
 from triblade.quant.rtn import round_to_nearest
+
+log = logging.getLogger(__name__)
 
 Scheme = Literal["int4", "int8"]
 GROUPS = (64, 32, 16)  # tried in this order; 64 costs half the scales of 32
+_NO_CODES = "stored dense"
 
 
 class PackingReader(WeightReader[PackedMatrix]):
@@ -41,6 +55,19 @@ class PackingReader(WeightReader[PackedMatrix]):
         super().__init__(source, config, torch.device("cpu"))
         self._dtype = dtype
         self._bits = {None: None, "int4": 4, "int8": 8}[scheme]
+        self._dense_reasons: dict[str, str] = {}  # reason -> the first module
+
+    def read(self) -> DecoderWeights[PackedMatrix]:
+        """Everything; what is not multiplied as stored is said."""
+        weights = super().read()
+        if isinstance(self.source, QuantizedCheckpoint) and self._bits is None:
+            narrow = {m.scheme.bits for m in self.source.modules.values()} & {2, 3}
+            for bits in sorted(narrow):
+                log.info("codes of %d bits are multiplied as 4-bit ones", bits)
+        for reason, name in self._dense_reasons.items():
+            if reason != _NO_CODES:
+                log.info("%s and all alike are multiplied dense: %s", name, reason)
+        return weights
 
     def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PackedMatrix:
         """Rows of all parts, one after the other."""
@@ -74,7 +101,9 @@ class PackingReader(WeightReader[PackedMatrix]):
         return pack_quantized(round_to_nearest(weight, bits, group_for(inputs), bias))
 
     def _stored(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
-        """The blocks of a GGUF file as codes, if all parts are of one type that the kernels multiply."""
+        """What the file has as codes, if kernels multiply all parts as one matrix."""
+        if isinstance(self.source, QuantizedCheckpoint):
+            return self._checkpoint_codes(self.source, parts, inputs, bias)
         if not isinstance(self.source, GGUFCheckpoint):
             return None
         matrices = []
@@ -87,15 +116,28 @@ class PackingReader(WeightReader[PackedMatrix]):
         kinds = {None if m is None else (m.bits, m.offsets is None) for m in matrices}
         if len(kinds) != 1 or None in kinds:
             return None
-        whole = [m for m in matrices if m is not None]
-        offsets = [m.offsets for m in whole if m.offsets is not None]
-        return QuantizedMatrix(
-            codes=torch.cat([m.codes for m in whole]),
-            scales=torch.cat([m.scales for m in whole]),
-            offsets=torch.cat(offsets) if offsets else None,
-            bits=whole[0].bits,
-            bias=bias,
-        )
+        return joined([m for m in matrices if m is not None], bias)
+
+    def _checkpoint_codes(
+        self, source: QuantizedCheckpoint, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None
+    ) -> QuantizedMatrix | None:
+        """The codes of a quantized checkpoint; parts of several schemes take a form that holds them all."""
+        form = _form(source, parts)
+        if isinstance(form, str):
+            self._dense_reasons.setdefault(form, parts[0][0])
+            return None
+        matrices = []
+        for name, rows in parts:
+            self.expect(f"{name}.weight")
+            stored = source.matrix(name)
+            assert stored is not None
+            check_shape(f"{name}.weight", tuple(stored.matrix.codes.shape), (rows, inputs))
+            matrix = kernel_matrix(stored.matrix, form)
+            if matrix is None:
+                self._dense_reasons.setdefault("scales beyond float16", name)
+                return None
+            matrices.append(matrix)
+        return joined(matrices, bias)
 
     def _bias(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.fetch(f"{name}.bias", (rows,)).float() for name, rows in parts])
@@ -109,6 +151,59 @@ def group_for(inputs: int) -> int:
     raise UnsupportedError(f"{inputs} inputs are not divisible by a group of {', '.join(map(str, GROUPS))}")
 
 
+def _form(source: QuantizedCheckpoint, parts: Sequence[tuple[str, int]]) -> KernelForm | str:
+    """How parts are multiplied as one matrix, or why they are multiplied dense."""
+    modules = [source.modules[name] for name, _ in parts if name in source.modules]
+    if len(modules) < len(parts):
+        return "a part of the matrix is stored dense" if modules else _NO_CODES
+    forms = []
+    for module in modules:
+        form = kernel_form(module.scheme, module.inputs)
+        if form is None:
+            return f"groups of {module.scheme.group(module.inputs)} inputs"
+        if source.input_order(module.name) is not None:
+            return "its groups are of scattered inputs (act-order)"
+        forms.append(form)
+    return joint_form(forms)
+
+
+class _SizeReader(WeightReader[int]):
+    """Bytes in place of matrices, by the way on which they will be read."""
+
+    def __init__(self, source: QuantizedCheckpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(source, config, torch.device("cpu"))
+        self._checkpoint = source
+        self._dtype = dtype
+
+    def total(self) -> int:
+        """Of all matrices; norms do not count."""
+        weights = self.read()
+        layers = sum(layer.qkv + layer.output + layer.gate_up + layer.down for layer in weights.layers)
+        return weights.embedding + layers + (0 if self.config.tie_word_embeddings else weights.head)
+
+    def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> int:
+        """See `PackingReader`."""
+        for name, part_rows in parts:
+            self.expect(f"{name}.weight")
+            if bias:
+                self.expect(f"{name}.bias")
+            module = self._checkpoint.modules.get(name)
+            if module is not None:
+                check_shape(f"{name}.weight", (module.rows, module.inputs), (part_rows, inputs))
+        rows = -(-sum(rows for _, rows in parts) // BLOCK_ROWS) * BLOCK_ROWS
+        form = _form(self._checkpoint, parts)
+        size = form.num_bytes(rows, inputs) if isinstance(form, KernelForm) else rows * inputs * self._dtype.itemsize
+        return size + (rows * torch.float32.itemsize if bias else 0)
+
+    def gate_up(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> int:
+        """The same bytes in another order."""
+        return self.merged(parts, inputs, bias=bias)
+
+    def embedding(self, name: str, rows: int, columns: int) -> int:
+        """A table."""
+        return self.merged([(name, rows)], columns, bias=False)
+
+
 def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> int:
     """Memory that the packed weights will take, before reading them."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
@@ -117,6 +212,8 @@ def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, 
         bits = {"int4": 4, "int8": 8}[scheme]
         group = group_for(config.hidden_size)
         return int(body * (bits / 8 + 2 / group) + tables * (1 + 2 / group))
+    if isinstance(source, QuantizedCheckpoint):
+        return _SizeReader(source, config, dtype).total()
     if isinstance(source, GGUFCheckpoint):
         return sum(_stored_bytes(source, name, dtype) for name in source.names())
     return config.num_parameters * dtype.itemsize

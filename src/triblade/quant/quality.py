@@ -8,8 +8,8 @@ or vocabulary. Knows no file and no tokenizer: models are decoders, the text is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 from triblade.errors import ConfigError, NumericalError
 from triblade.models.decoder import Decoder, DenseAttend
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB of float32
+LOGITS_AT_ONCE = 2**22  # 16 MiB of float32; a comparison holds several such pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,50 @@ def compare(
     if model.config.vocab_size != original.config.vocab_size:
         sizes = f"{model.config.vocab_size} and {original.config.vocab_size}"
         raise ConfigError(f"models of different vocabularies cannot be compared: {sizes} tokens")
+    pairs = (
+        (window, zip(_predictions(model, window), _predictions(original, window), strict=True))
+        for window in _windows(ids, context, model, original)
+    )
+    return _comparison(pairs, advance)
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A model's last hidden states on a text: enough to make its predictions again without its layers."""
+
+    head: Decoder  # without layers
+    hidden: tuple[Tensor, ...]  # [<= context, C] per window
+
+
+def remember(model: Decoder, ids: Tensor, context: int, advance: Callable[[int], None] | None = None) -> Remembered:
+    """Run token ids [N] through `model`, so that it can be compared with another when it is no longer in memory."""
+    hidden = []
+    for window in _windows(ids, context, model):
+        hidden.append(_hidden(model, window))
+        if advance is not None:
+            advance(len(window))
+    weights = replace(model.weights, layers=[])
+    return Remembered(Decoder(model.config, weights, model.backend, model.context_length), tuple(hidden))
+
+
+def compare_remembered(
+    model: Decoder, original: Remembered, ids: Tensor, context: int, advance: Callable[[int], None] | None = None
+) -> Comparison:
+    """As `compare`, with an original that was remembered on the same ids and context."""
+    pairs = (
+        (window, zip(_predictions(model, window), _rows(original.head, hidden, window), strict=True))
+        for window, hidden in zip(_windows(ids, context, model), original.hidden, strict=True)
+    )
+    return _comparison(pairs, advance)
+
+
+def _comparison(
+    windows: Iterable[tuple[Tensor, Iterable[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]]],
+    advance: Callable[[int], None] | None,
+) -> Comparison:
+    """Sum up windows with the pieces of predictions that both models make for them."""
     sums, count = torch.zeros(4, dtype=torch.float64), 0
-    for window in _windows(ids, context, model, original):
-        pairs = zip(_predictions(model, window), _predictions(original, window), strict=True)
+    for window, pairs in windows:
         for (logits, targets), (original_logits, _) in pairs:
             sums += _distances(logits, original_logits, targets)
         count += len(window) - 1
@@ -96,12 +137,21 @@ def _windows(ids: Tensor, context: int, *models: Decoder) -> Iterator[Tensor]:
             yield window
 
 
-@torch.inference_mode()
 def _predictions(model: Decoder, window: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of (logits [R, V], next tokens [R]) for all tokens of a window but the last."""
-    window = window.to(model.device)
+    return _rows(model, _hidden(model, window), window)
+
+
+@torch.inference_mode()
+def _hidden(model: Decoder, window: Tensor) -> Tensor:
+    """Hidden states [T, C] of a window."""
     attend = DenseAttend(model.config, model.backend, len(window), model.device)
-    hidden = model.forward(window, torch.arange(len(window), device=model.device), attend)  # [T, C]
+    return model.forward(window.to(model.device), torch.arange(len(window), device=model.device), attend)
+
+
+@torch.inference_mode()
+def _rows(model: Decoder, hidden: Tensor, window: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    window = window.to(model.device)
     rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     for piece, targets in zip(torch.split(hidden[:-1], rows), torch.split(window[1:], rows), strict=True):
         yield model.logits(piece), targets

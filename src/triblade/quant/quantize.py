@@ -1,0 +1,119 @@
+"""Quantize a model layer by layer: read a layer from disk, quantize it on the calibration text, write it down, drop it.
+
+Memory is one layer and the hidden states of the text, whatever the model. Every finished layer is durable, so a run that was
+killed goes on where it was. Knows nothing of checkpoint formats: what comes out lies in a `RunState`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triblade.console import progress
+from triblade.models.checkpoint import open_checkpoint
+from triblade.models.decoder import Decoder, DecoderWeights
+from triblade.models.loader import OpenModel
+from triblade.models.weights import DenseReader, TensorSource
+from triblade.ops.backend import Backend, Linear
+from triblade.quant.layer import LayerQuantizer, LayerSettings
+from triblade.quant.passes import Recipe
+from triblade.quant.run_state import RunState
+from triblade.quant.scheme import QuantScheme
+from triblade.quant.streams import Streams, StreamSizes, allocate
+
+log = logging.getLogger(__name__)
+
+Schemes = Mapping[str, QuantScheme | None]  # of one layer, by field of LayerWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to quantize and how."""
+
+    model: OpenModel
+    recipe: Recipe
+    schemes: Sequence[Schemes]  # by layer
+    scale_type: torch.dtype
+    ids: Tensor | None  # [N, S] calibration text; None: no calibration
+    backend: Backend
+    device: torch.device
+    spill: Path | None = None  # folder for hidden states that do not fit memory
+    path: Path | None = (
+        None  # of the checkpoint, to read each layer through a mapping of its own; None: as `model` has it
+    )
+
+    def source(self) -> TensorSource:
+        """The original's tensors; what is mapped for them goes when the source goes."""
+        return self.model.checkpoint if self.path is None else open_checkpoint(self.path)
+
+    @property
+    def stream_sizes(self) -> StreamSizes | None:
+        """What the hidden states of the text take."""
+        if self.ids is None:
+            return None
+        config = self.model.config
+        return StreamSizes(
+            sequences=self.ids.shape[0],
+            length=self.ids.shape[1],
+            hidden=config.hidden_size,
+            mixed=max(config.q_size, config.intermediate_size),
+            dtype=self.model.dtype,
+            compare=self.recipe.compares,
+        )
+
+
+@torch.no_grad()
+def quantize_layers(job: Job, state: RunState) -> None:
+    """Bring `state` to the model's last layer."""
+    decoder = decoder_without_layers(job)
+    sizes = job.stream_sizes
+    streams = None if sizes is None else allocate(sizes, job.device, job.spill)
+    if streams is not None:
+        if state.layers:
+            state.restore(streams)
+        else:
+            _embed(decoder, job, streams)
+    todo = range(len(state.layers), job.model.config.num_layers)
+    label = f"quantizing {job.model.name}" + (f" from layer {todo.start}" if todo.start else "")
+    with progress(label, len(todo), unit="layers") as advance:
+        for index in todo:
+            started = time.monotonic()
+            settings = LayerSettings(
+                recipe=job.recipe,
+                schemes=job.schemes[index],
+                scale_type=job.scale_type,
+                store_type=job.model.checkpoint.dtype,
+            )
+            reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
+            result = LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
+            del reader
+            seconds = time.monotonic() - started
+            state.finish_layer(result, seconds, streams)
+            log.debug("layer %d: %.1f s, errors %s", index, seconds, result.errors)
+            advance(1)
+
+
+def decoder_without_layers(job: Job) -> Decoder:
+    """Knows how the model computes and holds its embedding only."""
+    model = job.model
+    embedding = Linear(model.checkpoint.tensor("model.embed_tokens.weight").to(job.device, model.dtype))
+    norm = torch.ones(model.config.hidden_size, device=job.device)
+    weights = DecoderWeights(embedding=embedding, layers=[], final_norm=norm, head=embedding)
+    length = 1 if job.ids is None else job.ids.shape[1]
+    return Decoder(model.config, weights, job.backend, length)
+
+
+def _embed(decoder: Decoder, job: Job, streams: Streams) -> None:
+    assert job.ids is not None
+    table, scale = decoder.weights.embedding.weight, job.model.config.embedding_scale
+    for batch in streams.batches():
+        ids = job.ids[batch].to(job.device)
+        streams.quantized[batch] = decoder.backend.embed(table, ids.flatten(), scale).unflatten(0, ids.shape)
+    if streams.original is not None:
+        streams.original.copy_(streams.quantized)

@@ -1,0 +1,188 @@
+"""What a quantization has done so far, on disk: a layer that is finished is never computed again, and never believed by accident.
+
+The folder holds one safetensors file per finished layer, the hidden states behind the last one, and `state.json`, which is written
+last and says what the others are worth. Files get their names only when they are complete. Invariant: after a kill at any moment
+the folder describes a prefix of the run, and going on gives the same bits as never having stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from triblade.errors import CheckpointError, ConfigError
+from triblade.models.json_files import read_json_object
+from triblade.quant.layer import LayerResult
+from triblade.quant.scheme import IntegerMatrix, QuantScheme
+from triblade.quant.streams import Streams
+
+_STATE = "state.json"
+_PARTS = ("codes", "scales", "zero_points", "bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What must be the same for a run to be continued."""
+
+    model: str
+    calibration: str
+    options: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerRecord:
+    """Of a finished layer: figures for the report, and the schemes its matrices have."""
+
+    seconds: float
+    errors: dict[str, float] = field(default_factory=dict)
+    drift: float | None = None
+    schemes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by module
+
+
+class RunState:
+    """The folder of one run.
+
+    Args:
+        folder: made if need be.
+        fingerprint: of this run.
+        resume: go on with what the folder holds.
+
+    Raises:
+        ConfigError: the folder holds an unfinished run and `resume` is off, or the run there was another one.
+    """
+
+    def __init__(self, folder: Path, fingerprint: Fingerprint, *, resume: bool) -> None:
+        self.folder = folder
+        self.layers: list[LayerRecord] = []
+        self._fingerprint = fingerprint
+        if (folder / _STATE).is_file():
+            self._continue(resume)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+
+    def restore(self, streams: Streams) -> None:
+        """Bring the streams to behind the last finished layer."""
+        streams.load(self._streams_path(len(self.layers)))
+
+    def finish_layer(self, result: LayerResult, seconds: float, streams: Streams | None) -> None:
+        """Note the next layer as done; returns when it is on disk."""
+        index = len(self.layers)
+        tensors = {f"dense.{name}": tensor for name, tensor in result.dense.items()}
+        for module, matrix in result.matrices.items():
+            parts = {part: getattr(matrix, part) for part in _PARTS}
+            tensors.update({f"{part}.{module}": tensor for part, tensor in parts.items() if tensor is not None})
+        _save(tensors, self._layer_path(index))
+        if streams is not None:
+            streams.save(self._streams_path(index + 1))
+        schemes = {module: asdict(matrix.scheme) for module, matrix in result.matrices.items()}
+        self.layers.append(LayerRecord(seconds=seconds, errors=result.errors, drift=result.drift, schemes=schemes))
+        self._write()
+        self._streams_path(index).unlink(missing_ok=True)
+
+    def matrices(self) -> Mapping[str, IntegerMatrix]:
+        """All quantized matrices so far, read from disk when asked for."""
+        return _Matrices(self)
+
+    def dense(self) -> dict[str, Tensor]:
+        """All dense tensors that changed."""
+        return {name: tensor for index in range(len(self.layers)) for name, tensor in self._dense(index)}
+
+    def read_matrix(self, index: int, module: str) -> IntegerMatrix:
+        """One matrix of a finished layer."""
+        with _open(self._layer_path(index)) as file:
+            names = set(file.keys())
+            parts: dict[str, Any] = {
+                part: file.get_tensor(f"{part}.{module}") if f"{part}.{module}" in names else None for part in _PARTS
+            }
+        return IntegerMatrix(**parts, scheme=QuantScheme(**self.layers[index].schemes[module]))
+
+    def remove(self) -> None:
+        """Forget the run."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _dense(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        with _open(self._layer_path(index)) as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name.startswith("dense."):
+                    yield name.removeprefix("dense."), file.get_tensor(name)
+
+    def _continue(self, resume: bool) -> None:
+        state = read_json_object(self.folder / _STATE)
+        if not resume:
+            raise ConfigError(
+                f"{self.folder} holds an unfinished run of {len(state['layers'])} layers",
+                hint="--resume continues it; to begin again delete the folder",
+            )
+        differences = _differences(state["fingerprint"], asdict(self._fingerprint))
+        if differences:
+            raise ConfigError(
+                f"the unfinished run in {self.folder} is another one: {', '.join(differences)}",
+                hint="call it with the same model, calibration data and options, or delete the folder",
+            )
+        self.layers = [LayerRecord(**record) for record in state["layers"]]
+
+    def _write(self) -> None:
+        state = {"fingerprint": asdict(self._fingerprint), "layers": [asdict(record) for record in self.layers]}
+        part = self.folder / f"{_STATE}.part"
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.folder / _STATE)
+
+    def _layer_path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:05d}.safetensors"
+
+    def _streams_path(self, count: int) -> Path:
+        return self.folder / f"streams-{count:05d}.bin"
+
+
+class _Matrices(Mapping[str, IntegerMatrix]):
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._layers = {module: index for index, record in enumerate(state.layers) for module in record.schemes}
+
+    def __getitem__(self, module: str) -> IntegerMatrix:
+        return self._state.read_matrix(self._layers[module], module)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    part = path.with_name(path.name + ".part")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", hint="start again without --resume") from error
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed, in words."""
+    changed = [f"the {part} changed" for part in ("model", "calibration") if before[part] != now[part]]
+    names = sorted({*before["options"], *now["options"]})
+    for name in names:
+        old, new = before["options"].get(name), json.loads(json.dumps(now["options"].get(name)))
+        if old != new:
+            changed.append(f"{name} was {old}, now {new}")
+    return changed
