@@ -127,7 +127,8 @@ def _expected_error(weight: Tensor, variances: Tensor, scales: Tensor, scheme: Q
 
 def _normalized(scales: Tensor) -> Tensor:
     """Geometric mean 1, within limits."""
-    return (scales / scales.log().mean().exp()).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+    normal: Tensor = (scales / scales.log().mean().exp()).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+    return normal
 
 
 def _shared_mean(values: Tensor, sharing: Tensor | None) -> Tensor:
