@@ -194,7 +194,9 @@ def evaluate(
     report = evaluate_file(engine, text, context=context, max_tokens=max_tokens, against=against)
     if generations:
         rates = [_repetition(named, text, generations, generation_tokens) for named in _both(engine, against)]
-        report = replace(report, repetition_rate=rates[0], against_repetition_rate=rates[1] if len(rates) > 1 else None)
+        report = replace(
+            report, repetition_rate=rates[0], against_repetition_rate=rates[1] if against is not None else None
+        )
     print(json.dumps(asdict(report)) if as_json else report)
 
 

@@ -106,7 +106,7 @@ def expected_logits(checkpoint: QuantizedCheckpoint, groups: tuple[int, int]) ->
     weights = load_weights(checkpoint, config, torch.float32)
     backend = RoundedInputs({64: groups[0], 96: groups[1]}, weights.head)
     decoder = Decoder(config, weights, backend, config.context_length)
-    return all_logits(TorchExecutor(decoder, make_cache(config, "bfloat16", "tokens")), IDS)
+    return all_logits(TorchExecutor(decoder, make_cache(config, "bfloat16", "tokens"), config.vocab_size), IDS)
 
 
 def assert_near(ours: Tensor, expected: Tensor, bound: float) -> None:

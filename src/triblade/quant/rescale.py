@@ -122,8 +122,8 @@ def _expected_error(weight: Tensor, variances: Tensor, scales: Tensor, scheme: Q
     low, high = groups.amin(2).clamp_max(0.0), groups.amax(2).clamp_min(0.0)
     ranges = torch.maximum(-low, high) if scheme.symmetric else high - low
     costs = (variances / scales.square()).unflatten(0, groups.shape[1:]).sum(1)  # [G]
-    error: Tensor = (ranges.square().sum(0) * costs).sum() + torch.finfo(torch.float32).tiny
-    return error
+    total: Tensor = (ranges.square().sum(0) * costs).sum() + torch.finfo(torch.float32).tiny
+    return total
 
 
 def _normalized(scales: Tensor) -> Tensor:
