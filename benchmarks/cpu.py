@@ -115,6 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--gguf", help="GGUF file or alias for llama.cpp; default: the model, or smollm2-135m for a folder"
     )
+    parser.add_argument("--packed", help="a checkpoint that `triblade convert` made, for the time to start")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
@@ -203,24 +204,18 @@ def server(run: Run) -> None:
 
 
 def starting(run: Run) -> None:
-    """From the start of a process to /health; the weights are rounded while loading."""
-    options = [
-        "--quantization",
-        "int4",
-        "--max-model-len",
-        "2048",
-        "--threads",
-        str(run.args.threads),
-        "--backend",
-        "native",
-    ]
+    """From the start of a process to /health: of a quantized checkpoint, and with weights rounded while loading."""
+    options = ["--max-model-len", "2048", "--threads", str(run.args.threads), "--backend", "native"]
 
-    def start() -> float:
-        with serving(run.args.model, options) as (_, seconds):
+    def start(model: str, more: list[str]) -> float:
+        with serving(model, options + more) as (_, seconds):
             return seconds
 
+    rounded = partial(start, run.args.model, ["--quantization", "int4"])
     for kept in run.rounds():
-        kept["server start"].append(run.watch.undisturbed(start))
+        kept["server start, rounding"].append(run.watch.undisturbed(rounded))
+        if run.args.packed:
+            kept["server start"].append(run.watch.undisturbed(partial(start, run.args.packed, [])))
 
 
 def memory(run: Run) -> None:

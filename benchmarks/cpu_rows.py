@@ -64,7 +64,8 @@ COMPARISONS = (
     ),
     Comparison("host time of a step, batch 1", MS, "triblade host 1", 0.25, "at most", 1, 0.4),
     Comparison("host time of a step, batch 16", MS, "triblade host 16", 0.8, "at most", 1, 0.375),
-    Comparison("start to ready", "s", "server start", 4.0, "at most", 1, 0.5),
+    Comparison("start to ready, quantized checkpoint", "s", "server start", 4.0, "at most", 1, 0.5),
+    Comparison("  the same, rounding while loading", "s", "server start, rounding", 4.0, "at most", None, None),
     Comparison("peak memory", "MiB", "memory peak", 700 * 1e6 / 2**20, "at most", 1, 5 / 7),
     Comparison("  the same, int8 KV", "MiB", "memory int8 peak", 700 * 1e6 / 2**20, "at most", 1, 5 / 7),
     Comparison(

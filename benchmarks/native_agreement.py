@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """How far the native kernels are from the reference backend: top-1 agreement and KL divergence on a real text.
 
-    python benchmarks/native_agreement.py --text FILE [--model smollm2-135m] [--tokens 8192] [--output FILE.json]
+    python benchmarks/native_agreement.py --model FOLDER --text FILE [--tokens 8192] [--output FILE.json]
 
-Every position of the text is predicted by both. A native engine is compared with the reference engine that reads the model as it
+FOLDER holds bfloat16 weights (of a GGUF file the native kernels would multiply the blocks). Every position of the text is predicted
+by both; the reference in float32 tells which of two bfloat16 results is nearer to the model. A native engine is compared with the reference engine that reads the model as it
 is stored (for `int8` and `int4`: rounding to nearest and 8-bit activations together), and, where weights are rounded, also with
 the reference engine on the same rounded weights (what the 8-bit activations alone do).
 """
@@ -75,7 +76,7 @@ class Distance:
 def main() -> None:
     """Compare and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--output", type=Path)
@@ -97,6 +98,10 @@ def main() -> None:
         found = {"against the stored weights": distance(native, reference, ids)}
         if bits is not None:
             found["against the same rounded weights"] = distance(native, engine_of(base, bits), ids)
+        if name == "bf16":
+            exact = engine_of(replace(base, dtype="float32"))
+            found["against float32"] = distance(native, exact, ids)
+            found["the reference in bfloat16 against float32"] = distance(reference, exact, ids)
         figures[name] = found
         print(name, json.dumps(found), flush=True)
     if args.output:

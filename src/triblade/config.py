@@ -286,7 +286,8 @@ class ConvertConfig:
             raise ConfigError("average_bits decides about every module; leave rules and int8 out", param="average_bits")
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
-                "the GPTQ format (version 1) cannot hold every zero point", hint="add --symmetric, or --format awq"
+                "few engines read GPTQ files with zero points of their own (version 2), so none are made",
+                hint="add --symmetric, or --format awq",
             )
 
     @property

@@ -22,6 +22,7 @@ from torch import Tensor
 from triblade import host
 from triblade.config import ConvertConfig
 from triblade.errors import ConfigError, QualityError
+from triblade.models.gguf_checkpoint import GGUFCheckpoint
 from triblade.models.loader import OpenModel, open_model
 from triblade.models.source import resolve
 from triblade.models.weights import layer_modules
@@ -288,12 +289,14 @@ def _write(prepared: _Prepared, state: RunState, report: ConvertReport) -> Conve
 
 def _parts(job: Job, state: RunState) -> Iterator[tuple[str, Part]]:
     """Everything the checkpoint holds: quantized modules, changed tensors, and the rest as it was."""
-    matrices, dense = state.matrices(), state.dense()
+    matrices, dense, checkpoint = state.matrices(), state.dense(), job.model.checkpoint
     covered = {f"{module}.{kind}" for module in matrices for kind in ("weight", "bias")}
-    for name in sorted(job.model.checkpoint.names() - covered):
+    for name in sorted(checkpoint.names() - covered):
         if name == "lm_head.weight" and job.model.config.tie_word_embeddings:
             continue  # tied stays tied, one tensor
-        yield name, dense[name] if name in dense else job.model.checkpoint.tensor(name)
+        original = dense[name] if name in dense else checkpoint.tensor(name)
+        # A GGUF file's tensors are made from blocks in float32, which says nothing of what they should be stored in.
+        yield name, original.to(checkpoint.dtype) if isinstance(checkpoint, GGUFCheckpoint) else original
     for module in _in_order(job, matrices):
         yield module, matrices[module]
 
