@@ -4,9 +4,9 @@
     python benchmarks/native_agreement.py --model FOLDER --text FILE [--tokens 8192] [--output FILE.json]
 
 FOLDER holds bfloat16 weights (of a GGUF file the native kernels would multiply the blocks). Every position of the text is predicted
-by both; the reference in float32 tells which of two bfloat16 results is nearer to the model. A native engine is compared with the reference engine that reads the model as it
-is stored (for `int8` and `int4`: rounding to nearest and 8-bit activations together), and, where weights are rounded, also with
-the reference engine on the same rounded weights (what the 8-bit activations alone do).
+by both. A native engine is compared with the reference engine that reads the model as it is stored (for `int8` and `int4`: rounding
+to nearest and 8-bit activations together), and, where weights are rounded, also with the reference engine on the same rounded
+weights (what the 8-bit activations alone do). The reference in float32 tells which of two bfloat16 results is nearer to the model.
 """
 
 from __future__ import annotations
