@@ -86,16 +86,16 @@ NB_MODULE(_native, m) {
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa, int threads, int spin_us, std::vector<int> cores, int max_tokens, int max_rows,
-              int hidden, int intermediate, int vocabulary, int max_inputs, int max_keys, int heads, int kv_heads, int head_dim, float scale,
+              int hidden, int intermediate, int vocabulary, int max_inputs, int heads, int kv_heads, int head_dim, float scale,
               float softcap) {
              TeamOptions team{threads, spin_us, std::move(cores)};
              ProgramShape shape{max_tokens, max_rows,   hidden,
-                                intermediate, vocabulary, max_inputs, max_keys,
+                                intermediate, vocabulary, max_inputs,
                                 {heads, kv_heads, head_dim, scale, softcap, 0}};
              new (self) Program(kernels_or_throw(isa), team, shape);
            },
            nb::kw_only(), "isa"_a, "threads"_a, "spin_us"_a, "cores"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a,
-           "vocabulary"_a, "max_inputs"_a, "max_keys"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
+           "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)

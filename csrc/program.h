@@ -20,7 +20,6 @@ struct ProgramShape {
   int intermediate = 0;
   int vocabulary = 0;  // tokens that may be chosen; columns of logits beyond are padding
   int max_inputs = 0;  // widest input of a matrix, padding included
-  int max_keys = 0;    // longest sequence
   AttentionShape attention{};  // window is per layer
 };
 

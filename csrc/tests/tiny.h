@@ -112,7 +112,7 @@ class TinyModel {
   TinyModel(const Kernels& kernels, Format format, Cache cache, int threads, int spin_us, bool post_norms)
       : random_(7), norm_(random_.floats(kIntermediate)), qk_norm_(random_.floats((kHeads + kKvHeads) * kDim)),
         cos_(random_.floats(kContext * kDim / 2, 0.7f)), sin_(random_.floats(kContext * kDim / 2, 0.7f)) {
-    const ProgramShape shape{kMaxTokens, kMaxTokens, kHidden, kIntermediate, kVocabulary, kHeads * kDim, kContext,
+    const ProgramShape shape{kMaxTokens, kMaxTokens, kHidden, kIntermediate, kVocabulary, kHeads * kDim,
                              {kHeads, kKvHeads, kDim, 0.25f, 0, 0}};
     program_ = std::make_unique<Program>(kernels, TeamOptions{threads, spin_us, {}}, shape);
     const Matrix& table = add(format, kVocabulary, kHidden, false);

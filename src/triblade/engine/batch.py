@@ -7,7 +7,7 @@ so a decode step is one attention call for all of them and speculation (k + 1 to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -33,28 +33,6 @@ class AttentionGroup:
         return slice(self.first_row, self.first_row + self.positions.numel())
 
 
-@dataclass(slots=True)
-class FlatTokens:
-    """The tokens of a step in the order of its items, as plain lists."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    first_rows: list[int] = field(default_factory=lambda: [0])  # of each item, and the end
-
-    @classmethod
-    def of(cls, items: Sequence[ScheduledRequest], block_size: int) -> FlatTokens:
-        """Read the scheduled tokens, drafts included."""
-        flat = cls()
-        for item in items:
-            span, table = range(item.start, item.start + item.num_tokens), item.request.block_table
-            flat.ids += item.token_ids
-            flat.positions += span
-            flat.slots += [table[p // block_size] * block_size + p % block_size for p in span]
-            flat.first_rows.append(len(flat.ids))
-        return flat
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one step as tensors, T in all."""
@@ -67,8 +45,13 @@ class Batch:
     @classmethod
     def build(cls, items: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
         """Flatten a step whose items of equal length stand together."""
-        tokens = FlatTokens.of(items, block_size)
-        flat = torch.tensor([tokens.ids, tokens.positions, tokens.slots], device=device)  # one transfer
+        ids, positions, slots = list[int](), list[int](), list[int]()
+        for item in items:
+            span, table = range(item.start, item.start + item.num_tokens), item.request.block_table
+            ids += item.token_ids
+            positions += span
+            slots += [table[p // block_size] * block_size + p % block_size for p in span]
+        flat = torch.tensor([ids, positions, slots], device=device)  # one transfer
         groups, row = [], 0
         for _, members in groupby(items, key=lambda item: item.num_tokens):
             group = _group(list(members), row, flat[1], block_size)

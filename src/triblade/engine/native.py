@@ -110,7 +110,7 @@ class NativeExecutor:
         self._vocab_size = min(options.vocab_size, weights.head.num_rows)
         self._best = array("i", [0] * options.max_rows)
         self._num_rows = 0
-        self._program = self._make_program(options, context_length)
+        self._program = self._make_program(options)
         self._record()
         native.release_memory()
 
@@ -146,7 +146,7 @@ class NativeExecutor:
         """See `StepExecutor`."""
         return self._best[: self._num_rows].tolist()
 
-    def _make_program(self, options: NativeOptions, context_length: int) -> Any:
+    def _make_program(self, options: NativeOptions) -> Any:
         config = self._config
         return self._native.Program(
             isa=options.isa,
@@ -159,7 +159,6 @@ class NativeExecutor:
             intermediate=config.intermediate_size,
             vocabulary=self._vocab_size,
             max_inputs=max(matrix.num_inputs for matrix in self._matrices()),
-            max_keys=context_length,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

@@ -74,6 +74,7 @@ class CheckpointFormat(ABC):
     """One way of storing quantized modules; its name is the `quant_method` of config.json."""
 
     name: str
+    group_index: str | None = None  # suffix of the tensor with each input's group, in formats that have one
 
     @abstractmethod
     def modules(self, store: TensorStore, quantization: Mapping[str, Any]) -> dict[str, QuantizedModule]:
@@ -89,8 +90,11 @@ class CheckpointFormat(ABC):
         """The codes of one module."""
 
     def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
-        """Inputs [in] in the order of their groups; None: their own order, as in every format that has no index of groups."""
-        return None
+        """Inputs [in] in the order of their groups; None: their own order, as in every module that has no index of groups."""
+        index = f"{module.name}.{self.group_index}"
+        if self.group_index is None or index not in module.tensors:
+            return None
+        return order_of_groups(store.tensor(index), module.scheme.group(module.inputs), module.name)
 
     @abstractmethod
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:

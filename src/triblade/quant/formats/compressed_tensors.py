@@ -25,7 +25,6 @@ from triblade.quant.formats.base import (
     TensorStore,
     expect_tensor,
     groups_of,
-    order_of_groups,
     prefixes,
 )
 from triblade.quant.formats.bit_packing import dense_words, pack, padded_words, unpack, unpack_padded
@@ -39,6 +38,7 @@ class CompressedTensors(CheckpointFormat):
     """Reads and writes compressed-tensors with integer weights."""
 
     name = settings.NAME
+    group_index = "weight_g_idx"
 
     def modules(self, store: TensorStore, quantization: Mapping[str, Any]) -> dict[str, QuantizedModule]:
         """See `CheckpointFormat`."""
@@ -64,13 +64,6 @@ class CompressedTensors(CheckpointFormat):
             scheme=scheme,
         )
         return StoredMatrix(matrix=matrix, input_order=order)
-
-    def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
-        """See `CheckpointFormat`."""
-        index = f"{module.name}.weight_g_idx"
-        if index not in module.tensors:
-            return None
-        return order_of_groups(store.tensor(index), module.scheme.group(module.inputs), module.name)
 
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:
         """See `CheckpointFormat`."""

@@ -31,7 +31,6 @@ from triblade.quant.formats.base import (
     expect_value,
     groups_of,
     is_match,
-    order_of_groups,
     prefixes,
     warn_of_unknown_keys,
 )
@@ -93,6 +92,7 @@ class GPTQ(CheckpointFormat):
     """Reads versions 1 and 2; writes symmetric matrices as version 1, which everybody reads, others as version 2."""
 
     name = "gptq"
+    group_index = "g_idx"
 
     def modules(self, store: TensorStore, quantization: Mapping[str, Any]) -> dict[str, QuantizedModule]:
         """See `CheckpointFormat`. What a rule leaves out is stored dense, and loads so."""
@@ -111,13 +111,6 @@ class GPTQ(CheckpointFormat):
             scheme=scheme,
         )
         return StoredMatrix(matrix=matrix, input_order=order)
-
-    def input_order(self, store: TensorStore, module: QuantizedModule) -> Tensor | None:
-        """See `CheckpointFormat`."""
-        index = f"{module.name}.g_idx"
-        if index not in module.tensors:
-            return None
-        return order_of_groups(store.tensor(index), module.scheme.group(module.inputs), module.name)
 
     def why_not(self, scheme: QuantScheme, rows: int, inputs: int) -> str | None:
         """See `CheckpointFormat`. Other readers want both sizes divisible by 32, and so whole words."""
