@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
     config = head_config(target.config, facts["window"])
     try:
         tensors = load_file(path / WEIGHTS)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
     return EagleCheckpoint(config=config, weights=_weights(path, facts, config, tensors), facts=facts)
 

@@ -146,7 +146,8 @@ class Session:
         prompts = None
         if config.prompts is not None:
             prompts = check_prompts(read_prompts(config.prompts), tokenizer, self.most_prompt_tokens)
-        return TextSource(tokenizer, self.model.eos_token_ids, prompts, config.answer_tokens, config.seed)
+        most_tokens = (self.most_prompt_tokens, config.answer_tokens)
+        return TextSource(tokenizer, self.model.eos_token_ids, prompts, most_tokens, config.seed)
 
     def _fingerprint(self) -> dict[str, dict[str, Any]]:
         options = {name: getattr(self.config, name) for name in _TEXT_OPTIONS}
@@ -164,10 +165,9 @@ def write_text(session: Session, write: Writer) -> None:
         while _is_wanted(session, written):
             began = time.monotonic()
             shard = session.source.shard(state.progress.shards, write.at_once, write)
-            usable = [c for c in shard if c.first <= session.most_prompt_tokens]
-            state.add_shard(usable, time.monotonic() - began)
-            written += len(usable)
-            advance(len(usable))
+            state.add_shard(shard, time.monotonic() - began)
+            written += len(shard)
+            advance(len(shard))
     if written < LEAST_CONVERSATIONS:
         raise ConfigError(
             f"{session.model.name} wrote {written} usable conversations, at least {LEAST_CONVERSATIONS} are needed",
@@ -187,7 +187,7 @@ def train(session: Session, conversations: Sequence[Conversation]) -> tuple[Trai
     total = state.progress.total_steps
     assert total is not None
     trainer = _trainer(session, token_ids, batches, total)
-    if (saved := state.load_training(session.device)) is not None:
+    if (saved := state.load_training()) is not None:
         trainer.restore(saved)
     acceptance, began, every = None, time.monotonic(), -(-total // CHECKPOINTS)
     with progress("training", total, unit="steps") as advance:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from triblade.errors import CheckpointError, ConfigError
@@ -107,13 +108,13 @@ class AlignState:
         if self.progress.steps and before != self._checkpoint_path(steps):
             before.unlink(missing_ok=True)
 
-    def load_training(self, device: torch.device) -> dict[str, Any] | None:
+    def load_training(self) -> dict[str, Any] | None:
         """The checkpoint; None: the training has not begun."""
         if not self.progress.steps:
             return None
         path = self._checkpoint_path(self.progress.steps)
         try:
-            loaded: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}", hint="start again without --resume") from error
         return loaded
@@ -146,7 +147,7 @@ class AlignState:
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         try:
             return load_file(path)
-        except (OSError, ValueError) as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {path}: {error}", hint="start again without --resume") from error
 
     def _shard_path(self, number: int) -> Path:

@@ -54,7 +54,7 @@ class TextSource:
         tokenizer: of the target.
         end_token_ids: tokens that end an answer.
         prompts: from a file; None: the model writes them.
-        answer_tokens: most tokens of an answer.
+        most_tokens: of a prompt, and of an answer.
         seed: of everything drawn.
     """
 
@@ -63,20 +63,20 @@ class TextSource:
         tokenizer: Tokenizer,
         end_token_ids: frozenset[int],
         prompts: Sequence[Prompt] | None,
-        answer_tokens: int,
+        most_tokens: tuple[int, int],
         seed: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._end = end_token_ids
         self._prompts = prompts
-        self._answer_tokens = answer_tokens
+        self._prompt_tokens, self._answer_tokens = most_tokens
         self._seed = seed
 
     def shard(self, number: int, count: int, write: Writer) -> list[Conversation]:
         """About `count` conversations; fewer where the model wrote no usable prompt or said one twice."""
         seed = shard_seed(self._seed, number)
         prompts = self._written(count, write, seed) if self._prompts is None else self._given(number, count)
-        temperatures = [ANSWER_TEMPERATURES[i % len(ANSWER_TEMPERATURES)] for i in range(len(prompts))]
+        temperatures = [ANSWER_TEMPERATURES[i // 2 % len(ANSWER_TEMPERATURES)] for i in range(len(prompts))]
         answers = write(prompts, self._answer_tokens, temperatures, seed + 1) if prompts else []
         found = []
         for prompt, answer, temperature in zip(prompts, answers, temperatures, strict=True):
@@ -92,7 +92,7 @@ class TextSource:
 
     def _written(self, count: int, write: Writer, seed: int) -> list[list[int]]:
         tokenizer = self._tokenizer
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None or not user_beginning(tokenizer, ""):
             bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
             numbers = random.Random(seed)
             return [[*bos, numbers.randrange(tokenizer.vocab_size)] for _ in range(count)]
@@ -102,7 +102,8 @@ class TextSource:
         turns = write([beginnings[opening] for opening in openings], USER_TOKENS, temperatures, seed)
         pairs = [(opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end]
         texts = [(opening + tokenizer.decode(turn)).strip() for opening, turn in pairs]
-        return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in dict.fromkeys(texts) if text]
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in dict.fromkeys(texts) if text]
+        return [prompt for prompt in prompts if len(prompt) <= self._prompt_tokens]
 
 
 def shard_seed(seed: int, number: int) -> int:
