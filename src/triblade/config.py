@@ -340,7 +340,7 @@ class AlignConfig:
     unrolled: int = 4
     """Guesses in a row that the head is trained for; it can make more."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-2
     """Highest learning rate."""
 
     seed: int = 0

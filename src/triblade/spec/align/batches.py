@@ -16,6 +16,7 @@ from triblade.models.decoder import Decoder, window_mask
 from triblade.spec.align.text import Conversation
 from triblade.spec.align.unroll import Sequences
 
+PADDING = 16  # batches are a multiple of it wide: few shapes are quick for allocators and kernels
 LEAST_ANSWER = 2  # tokens; there is nothing to guess in fewer
 
 
@@ -46,7 +47,8 @@ class Batches:
         members = self._members[index]
         lengths = [len(c.token_ids) for c in members]
         device = self._decoder.device
-        rows = [[*c.token_ids, *[0] * (max(lengths) - len(c.token_ids))] for c in members]
+        width = _padded(max(lengths))
+        rows = [[*c.token_ids, *[0] * (width - len(c.token_ids))] for c in members]
         ids = torch.tensor(rows, device=device)  # [B, L]
         hidden = self._kept.get(index)
         if hidden is None:
@@ -95,12 +97,16 @@ def frequent_tokens(conversations: Sequence[Conversation], count: int, vocab_siz
     return sorted(chosen)
 
 
+def _padded(length: int) -> int:
+    return -(-length // PADDING) * PADDING
+
+
 def _grouped(conversations: Sequence[Conversation], batch_tokens: int) -> list[list[Conversation]]:
     """Conversations by length, as many together as fit."""
     usable = [c for c in conversations if len(c.token_ids) - c.first >= LEAST_ANSWER]
     groups: list[list[Conversation]] = []
     for conversation in sorted(usable, key=lambda c: len(c.token_ids), reverse=True):
-        width = len(groups[-1][0].token_ids) if groups else 0
+        width = _padded(len(groups[-1][0].token_ids)) if groups else 0
         if groups and width * (len(groups[-1]) + 1) <= batch_tokens:
             groups[-1].append(conversation)
         else:
