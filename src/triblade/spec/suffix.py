@@ -1,0 +1,56 @@
+"""The suffix drafter: proposes what followed when the text last ended like this. No model, no download.
+
+It looks in the request's own prompt and output and in the outputs of ended requests; see `suffix_index`. Knows no logits. Invariant:
+an index holds committed tokens only, each once, so that rejections, preemption and cached prefixes need no undoing; what an
+ended request leaves is its output, within the fixed capacity of the shared text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from triblade.spec.drafter import Draft, DraftItem, DraftState
+from triblade.spec.suffix_index import Index, SuffixIndex, SuffixOptions
+
+CONTEXT_TOKENS = 16  # end of the prompt, kept with an output so that its beginning can be found
+
+
+def make_index(options: SuffixOptions) -> Index:
+    """The native index, or its twin where the module was not built."""
+    try:
+        native = import_module("triblade._native")
+    except ImportError:
+        return SuffixIndex(options)
+    index: Index = native.SuffixIndex(options)
+    return index
+
+
+class SuffixDrafter:
+    """Copies from earlier text.
+
+    Args:
+        index: a fresh one; None makes the best there is.
+    """
+
+    def __init__(self, index: Index | None = None) -> None:
+        self._index = make_index(SuffixOptions()) if index is None else index
+        self._indexed: dict[int, int] = {}  # request number -> tokens that the index knows
+
+    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+        """The likely continuation of each item's text; empty where nothing is likely enough."""
+        return [Draft(self._continue(item.request, item.length) if item.length else []) for item in items]
+
+    def forget(self, request: DraftState) -> None:
+        """Keep an ended request's output for the others, and nothing else of it."""
+        self._index.drop(request.number)
+        self._indexed.pop(request.number, None)
+        if request.output_token_ids:
+            self._index.share(request.prompt_token_ids[-CONTEXT_TOKENS:] + request.output_token_ids)
+
+    def _continue(self, request: DraftState, length: int) -> list[int]:
+        """Index what was committed since the last call, then search."""
+        tokens = request.token_ids
+        known = self._indexed.get(request.number, 0)
+        self._indexed[request.number] = len(tokens)
+        return self._index.propose(request.number, tokens[known:], length)
