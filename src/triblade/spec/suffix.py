@@ -1,6 +1,6 @@
 """The suffix drafter: proposes what followed when the text last ended like this. No model, no download.
 
-It looks in the request's own prompt and output and in the outputs of ended requests; see `suffix_index`. Knows no logits. Invariant:
+It looks in the prompt and output of the request and in the outputs of ended ones; see `suffix_index`. Knows no logits. Invariant:
 an index holds committed tokens only, each once, so that rejections, preemption and cached prefixes need no undoing; what an
 ended request leaves is its output, within the fixed capacity of the shared text.
 """
