@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
+from triblade.config import EngineConfig
+from triblade.models.loader import OpenModel
 from triblade.spec.drafter import Draft, DraftItem, DraftState
 from triblade.spec.suffix_index import Index, SuffixIndex, SuffixOptions
 
@@ -54,3 +56,17 @@ class SuffixDrafter:
         known = self._indexed.get(request.number, 0)
         self._indexed[request.number] = len(tokens)
         return self._index.propose(request.number, tokens[known:], length)
+
+
+class SuffixPlan:
+    """Fits every model and takes no KV rows and no weights."""
+
+    layers: None = None
+    weight_bytes = 0
+
+    def __init__(self, config: EngineConfig, model: OpenModel, *, is_native: bool) -> None:
+        """As every drafter is planned; nothing of the engine matters here."""
+
+    def build(self, target: object) -> SuffixDrafter:
+        """A drafter that has seen no text."""
+        return SuffixDrafter()
