@@ -20,7 +20,6 @@ SuffixOptions read_options(nb::handle options) {
   return {number("shared_capacity_tokens"),
           static_cast<int>(number("longest_match")),
           static_cast<int>(number("max_candidates")),
-          real("least_probability"),
           source("own_minimum_match", "own_doubt"),
           source("shared_minimum_match", "shared_doubt")};
 }
@@ -30,7 +29,7 @@ SuffixOptions read_options(nb::handle options) {
 void bind_suffix_index(nb::module_& m) {
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def("__init__", [](SuffixIndex* self, nb::handle options) { new (self) SuffixIndex(read_options(options)); }, "options"_a)
-      .def("propose", &SuffixIndex::propose, "request"_a, "tokens"_a, "length"_a)
+      .def("propose", &SuffixIndex::propose, "request"_a, "tokens"_a, "length"_a, "least"_a)
       .def("share", &SuffixIndex::share, "tokens"_a)
       .def("drop", &SuffixIndex::drop, "request"_a)
       .def_prop_ro("num_requests", &SuffixIndex::num_requests)

@@ -65,11 +65,12 @@ int64_t Text::newest(const Text& query) const {
   return entry == newest_.end() ? -1 : alive(entry->second);
 }
 
-std::vector<int32_t> SuffixIndex::propose(int64_t request, const std::vector<int32_t>& tokens, int length) {
+std::vector<int32_t> SuffixIndex::propose(int64_t request, const std::vector<int32_t>& tokens, int length, double least) {
+  length_ = length, least_ = least;
   Text& text = own_.try_emplace(request, options_.own.minimum, std::numeric_limits<int64_t>::max()).first->second;
   for (int32_t token : tokens) text.append(token);
-  Proposal own = search(text, text, options_.own.doubt, length);
-  Proposal shared = search(shared_, text, options_.shared.doubt, length);
+  Proposal own = search(text, text, options_.own);
+  Proposal shared = search(shared_, text, options_.shared);
   return shared.expected > own.expected ? std::move(shared.tokens) : std::move(own.tokens);
 }
 
@@ -79,17 +80,18 @@ void SuffixIndex::share(const std::vector<int32_t>& tokens) {
 }
 
 // Follow the most frequent continuation of the longest matches. Of `total` occurrences `number` went on with a token, so it is accepted
-// with probability number / (total + doubt / match): one more occurrence of another token is imagined, the less the longer the match.
-SuffixIndex::Proposal SuffixIndex::search(const Text& text, const Text& query, double doubt, int length) {
+// with probability number / (total + doubt / match): other continuations are imagined, the fewer the longer the match, which counts from
+// the shortest that says anything.
+SuffixIndex::Proposal SuffixIndex::search(const Text& text, const Text& query, const SuffixOptions::Source& source) {
   Proposal proposal;
-  const int match = find_matches(text, query);
+  const int match = find_matches(text, query) - source.minimum + 1;
   double probability = 1;
-  for (int i = 0; i < length; i++) {
+  for (int i = 0; i < length_; i++) {
     int total = 0;
     const Count best = most_frequent(text, proposal.tokens, total);
     if (!total) break;
-    probability *= best.number / (total + doubt / (match + i));
-    if (probability < options_.least) break;
+    probability *= best.number / (total + source.doubt / (match + i));
+    if (probability < least_) break;
     keep_matches(text, proposal.tokens, best.token);
     proposal.tokens.push_back(best.token);
     proposal.expected += probability;

@@ -41,12 +41,11 @@ class Text {
 struct SuffixOptions {
   struct Source {
     int minimum;   // shortest match
-    double doubt;  // occurrences of another continuation, imagined for a match of one token
+    double doubt;  // occurrences of another continuation, imagined for a match of the minimum
   };
   int64_t capacity;  // tokens of the shared text
   int longest;       // tokens of a match that are looked at
   int candidates;    // newest occurrences that are looked at
-  double least;      // a proposal ends before its probability falls below
   Source own, shared;
 };
 
@@ -55,8 +54,8 @@ class SuffixIndex {
  public:
   explicit SuffixIndex(const SuffixOptions& options) : options_(options), shared_(options.shared.minimum, options.capacity) {}
 
-  // Append to a request's text, then continue it by at most `length` tokens.
-  std::vector<int32_t> propose(int64_t request, const std::vector<int32_t>& tokens, int length);
+  // Append to a request's text, then continue it by at most `length` tokens, as long as all of them are right with probability `least`.
+  std::vector<int32_t> propose(int64_t request, const std::vector<int32_t>& tokens, int length, double least);
   // Append to the shared text. Matches and proposals never cross from one such call to another.
   void share(const std::vector<int32_t>& tokens);
   void drop(int64_t request) { own_.erase(request); }
@@ -74,7 +73,7 @@ class SuffixIndex {
     int number;
   };
 
-  Proposal search(const Text& text, const Text& query, double doubt, int length);
+  Proposal search(const Text& text, const Text& query, const SuffixOptions::Source& source);
   int find_matches(const Text& text, const Text& query);
   Count most_frequent(const Text& text, const std::vector<int32_t>& proposed, int& total);
   void keep_matches(const Text& text, const std::vector<int32_t>& proposed, int32_t token);
@@ -82,7 +81,10 @@ class SuffixIndex {
   SuffixOptions options_;
   Text shared_;
   std::unordered_map<int64_t, Text> own_;
-  std::vector<int64_t> matches_;  // of the search that runs: the position after each, newest first
+  // Of the search that runs: its limits; the position after each match, newest first; a buffer.
+  int length_ = 0;
+  double least_ = 0;
+  std::vector<int64_t> matches_;
   std::vector<Count> counts_;
 };
 

@@ -20,7 +20,7 @@ void history(unsigned seed, const SuffixOptions& options, int vocabulary) {
   for (int call = 0; call < 2000; call++) {
     const auto tokens = random_tokens(random, 9, vocabulary);
     const int request = random.below(5), length = random.below(9);
-    const auto proposal = index.propose(request, tokens, length);
+    const auto proposal = index.propose(request, tokens, length, 0.1);
     require(static_cast<int>(proposal.size()) <= length, "no proposal is longer than asked");
     for (int32_t token : proposal) require(token >= 0 && token < vocabulary, "only tokens of a text are proposed");
     if (random.below(4) == 0) index.share(tokens);
@@ -37,7 +37,7 @@ int main() {
   using namespace triblade;
   for (int64_t capacity : {1, 2, 5, 64, 1000}) {
     for (int minimum : {1, 3, 4}) {
-      for (int vocabulary : {1, 3, 50}) tests::history(capacity + minimum, {capacity, 8, 6, 0.1, {1, 1.3}, {minimum, 8.0}}, vocabulary);
+      for (int vocabulary : {1, 3, 50}) tests::history(capacity + minimum, {capacity, 8, 6, {1, 1.3}, {minimum, 8.0}}, vocabulary);
     }
   }
   std::printf("suffix index: ok\n");

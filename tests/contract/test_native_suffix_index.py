@@ -9,7 +9,7 @@ from triblade import _native
 from triblade.spec.suffix_index import SuffixIndex, SuffixOptions
 
 TOKENS = st.lists(st.integers(0, 4), max_size=12)
-PROPOSE = st.tuples(st.just("propose"), st.integers(0, 2), TOKENS, st.integers(0, 10))
+PROPOSE = st.tuples(st.just("propose"), st.integers(0, 2), TOKENS, st.integers(0, 10), st.sampled_from([0.0, 0.2, 0.5]))
 SHARE = st.tuples(st.just("share"), TOKENS)
 DROP = st.tuples(st.just("drop"), st.integers(0, 2))
 OPTIONS = st.builds(
@@ -17,7 +17,6 @@ OPTIONS = st.builds(
     shared_capacity_tokens=st.integers(5, 40),
     longest_match=st.integers(4, 8),
     max_candidates=st.integers(1, 12),
-    least_probability=st.sampled_from([0.0, 0.2, 0.5]),
     own_minimum_match=st.integers(1, 3),
     shared_minimum_match=st.integers(1, 4),
 )
@@ -39,6 +38,6 @@ def test_long_texts_of_few_tokens_with_the_usual_options() -> None:
     tokens = [(i * i // 7) % 11 for i in range(1500)]
     for start in range(0, len(tokens), 5):
         piece = tokens[start : start + 5]
-        assert native.propose(start % 3, piece, 8) == twin.propose(start % 3, piece, 8)
+        assert native.propose(start % 3, piece, 8, 0.3) == twin.propose(start % 3, piece, 8, 0.3)
         native.share(piece)
         twin.share(piece)

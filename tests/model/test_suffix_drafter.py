@@ -11,7 +11,7 @@ from triblade.spec.drafter import DraftItem
 from triblade.spec.suffix import CONTEXT_TOKENS, SuffixDrafter, make_index
 from triblade.spec.suffix_index import SuffixIndex, SuffixOptions
 
-BOLD = SuffixOptions(least_probability=0.0, own_doubt=0.0, shared_doubt=0.0)
+BOLD = SuffixOptions(own_doubt=0.0, shared_doubt=0.0)
 
 
 @dataclass
@@ -38,9 +38,9 @@ class RecordingIndex(SuffixIndex):
         self.given: list[tuple[int, list[int]]] = []
         self.shared: list[list[int]] = []
 
-    def propose(self, request: int, tokens: Sequence[int], length: int) -> list[int]:
+    def propose(self, request: int, tokens: Sequence[int], length: int, least: float) -> list[int]:
         self.given.append((request, list(tokens)))
-        return super().propose(request, tokens, length)
+        return super().propose(request, tokens, length, least)
 
     def share(self, tokens: Sequence[int]) -> None:
         self.shared.append(list(tokens))
@@ -133,3 +133,14 @@ def test_the_same_history_gives_the_same_drafts() -> None:
     first = drafts()
     assert first == drafts()
     assert any(first)
+
+
+def test_the_more_requests_share_a_step_the_surer_a_draft_must_be() -> None:
+    def drafted(others: int) -> int:
+        copying = State(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+        items = [item(copying, 8), *(item(State(n, [50 + n]), 8) for n in range(1, others + 1))]
+        return len(SuffixDrafter().propose(items)[0].token_ids)
+
+    lengths = [drafted(others) for others in (0, 1, 3, 15)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[2] > lengths[3] == 0

@@ -22,24 +22,26 @@ class SuffixOptions:
     """What counts as a match and how far to trust it; chosen by `benchmarks/suffix_tuning.py` on prompts of their own.
 
     A match of n tokens that was followed by a token `number` times of `total` is taken to go on like that with probability
-    number / (total + doubt / n).
+    number / (total + doubt / (n - minimum + 1)): other continuations are imagined, the fewer the longer the match.
     """
 
     shared_capacity_tokens: int = 2**17
     longest_match: int = 32  # tokens of a match that are looked at
     max_candidates: int = 64  # newest occurrences that are looked at
-    least_probability: float = 0.3  # a proposal ends before its probability falls below
     own_minimum_match: int = 1
     own_doubt: float = 4 / 3
     shared_minimum_match: int = 4
-    shared_doubt: float = 8.0  # another request's text says less
+    shared_doubt: float = 2.0  # another request's text says less
 
 
 class Index(Protocol):
     """What `SuffixIndex` and `triblade._native.SuffixIndex` do."""
 
-    def propose(self, request: int, tokens: list[int], length: int) -> list[int]:
-        """Append to a request's text, then continue it by at most `length` tokens."""
+    def propose(self, request: int, tokens: list[int], length: int, least: float) -> list[int]:
+        """Append to a request's text, then continue it.
+
+        At most `length` tokens, as long as the estimated probability that all of them are right is at least `least`.
+        """
         ...
 
     def share(self, tokens: list[int]) -> None:
@@ -118,27 +120,30 @@ class SuffixIndex:
     def num_shared_tokens(self) -> int:
         return len(self._shared)
 
-    def propose(self, request: int, tokens: Sequence[int], length: int) -> list[int]:
-        """Append to a request's text, then continue it by at most `length` tokens."""
+    def propose(self, request: int, tokens: Sequence[int], length: int, least: float) -> list[int]:
+        """See `Index.propose`."""
         text = self._own.setdefault(request, Text(self._options.own_minimum_match))
         for token in tokens:
             text.append(token)
-        own, expected_own = self._search(text, text, self._options.own_doubt, length)
-        shared, expected_shared = self._search(self._shared, text, self._options.shared_doubt, length)
+        limits = (length, least)
+        own, expected_own = self._search(text, text, self._options.own_doubt, limits)
+        shared, expected_shared = self._search(self._shared, text, self._options.shared_doubt, limits)
         return shared if expected_shared > expected_own else own
 
     def share(self, tokens: Sequence[int]) -> None:
-        """Append to the shared text; no match and no proposal crosses from one such piece to another."""
+        """See `Index.share`."""
         for token in (*tokens, END):
             self._shared.append(token)
 
     def drop(self, request: int) -> None:
-        """Forget a request's text."""
+        """See `Index.drop`."""
         self._own.pop(request, None)
 
-    def _search(self, text: Text, query: Text, doubt: float, length: int) -> tuple[list[int], float]:
+    def _search(self, text: Text, query: Text, doubt: float, limits: tuple[int, float]) -> tuple[list[int], float]:
         """A continuation of `query` found in `text`, and how many of its tokens are expected to be accepted."""
-        match, ways = self._longest_matches(text, query)
+        length, least = limits
+        longest, ways = self._longest_matches(text, query)
+        match = longest - text.minimum + 1  # counted from the shortest that says anything
         proposal: list[int] = []
         probability, expected = 1.0, 0.0
         while len(proposal) < length:
@@ -148,7 +153,7 @@ class SuffixIndex:
                 break
             best, number = counts.most_common(1)[0]  # of equals the one met first: the newest
             probability *= number / (counts.total() + doubt / (match + len(proposal)))
-            if probability < self._options.least_probability:
+            if probability < least:
                 break
             ways = [way for way, token in following if token == best]
             proposal.append(best)
