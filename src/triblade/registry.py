@@ -94,7 +94,12 @@ PASSES = Registry(
 )
 
 # Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
-DRAFTERS = Registry("drafter", {})
+DRAFTERS = Registry(
+    "drafter",
+    {
+        "suffix": "triblade.spec.suffix:SuffixPlan",
+    },
+)
 
 BACKENDS = Registry(
     "backend",
