@@ -136,8 +136,10 @@ def all_logits(engine: Engine, ids: Sequence[int]) -> Iterator[Tensor]:
         executor.forward(items.scheduled)
         tokens = items.scheduled[0].num_tokens
         for row in range(0, tokens, ROWS):
-            yield executor.logits(range(row, min(row + ROWS, tokens))).clone()
-        engine.scheduler.update(items)
+            logits = executor.score(range(row, min(row + ROWS, tokens)), with_logits=True).logits
+            assert logits is not None
+            yield logits.clone()
+        engine.scheduler.update(items.scheduled[0])
         if items.scheduled[0].samples:
             break
     engine.abort(requests)

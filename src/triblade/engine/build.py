@@ -16,7 +16,7 @@ from triblade.engine.block_pool import BlockPool
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
-from triblade.engine.native import NativeExecutor, NativeOptions, why_not_native
+from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why_not_native
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
 from triblade.errors import MemoryBudgetError, UnsupportedError
@@ -116,17 +116,15 @@ def native_executor(config: EngineConfig, model: OpenModel, cache: KVCache, cont
     """Pack the weights and record the step program."""
     weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
     options = NativeOptions(
-        threads=config.threads or host.usable_cores(),
         vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,
         max_rows=max(min(config.max_num_seqs, config.max_num_batched_tokens), PROMPT_LOGITS_ROWS),
         isa=config.isa or forced_isa(),
-        spin_us=config.spin_us,
-        cores=list(config.cpu_cores),
     )
+    team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores)
     # From here on torch only samples. Its own threads would spin on the cores that the program's threads need.
     torch.set_num_threads(1)
-    return NativeExecutor(model.config, weights, cache, context_length, options)
+    return NativeExecutor(model.config, weights, cache, context_length, options, team)
 
 
 def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> StepExecutor:

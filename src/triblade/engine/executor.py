@@ -1,12 +1,13 @@
 """What computes a step: the seam between the runner and a backend's way of running the decoder.
 
-`forward` computes the scheduled tokens and keeps their hidden states until the next call; `logits` reads any of their rows. Rows
+`forward` computes the scheduled tokens and keeps their hidden states until the next call; `score` reads any of their rows. Rows
 are in the order of the items. Knows no sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,19 @@ from triblade.engine.scheduler import ScheduledRequest
 from triblade.kv.cache import KVCache
 from triblade.models.decoder import Decoder
 from triblade.spec.sampler import best_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the head says about R rows.
+
+    Attributes:
+        best: the token of each row with the largest logit, -1 if the row is not finite; see `spec.sampler.best_tokens`.
+        logits: [R, V] float32, valid until the next call; None unless asked for.
+    """
+
+    best: list[int]
+    logits: Tensor | None
 
 
 class StepExecutor(Protocol):
@@ -35,24 +49,27 @@ class StepExecutor(Protocol):
         """Compute the items' tokens; items of equal length stand together."""
         ...
 
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        """[R, V] float32 of rows of the last `forward`, V tokens; valid until the next call."""
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of logits in one call of `score`; None is no limit. Without logits there is none."""
         ...
 
-    def best(self) -> list[int]:
-        """Of the logits last asked for: see `spec.sampler.best_tokens`."""
+    def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
+        """Apply the head to rows of the last `forward`."""
         ...
 
 
 class TorchExecutor:
     """The decoder, op by op."""
 
+    max_rows = None
+
     def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int) -> None:
         self.name = decoder.backend.name
         self.cache = cache
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._hidden = self._logits = torch.empty(0)
+        self._hidden = torch.empty(0)
 
     @property
     def weight_bytes(self) -> int:
@@ -68,11 +85,7 @@ class TorchExecutor:
         self._hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[int]) -> Tensor:
+    def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """See `StepExecutor`."""
-        self._logits = self._decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
-        return self._logits
-
-    def best(self) -> list[int]:
-        """See `StepExecutor`."""
-        return best_tokens(self._logits)
+        logits = self._decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
+        return Scores(best_tokens(logits), logits if with_logits else None)
