@@ -18,7 +18,7 @@ from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights
 from triblade.models.gguf_checkpoint import GGUFCheckpoint
-from triblade.models.weights import TensorSource, WeightReader, check_shape
+from triblade.models.weights import TensorSource, WeightReader, check_shape, wanted_names
 from triblade.ops.packing import (
     BLOCK_ROWS,
     PackedMatrix,
@@ -215,7 +215,7 @@ def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, 
     if isinstance(source, QuantizedCheckpoint):
         return _SizeReader(source, config, dtype).total()
     if isinstance(source, GGUFCheckpoint):
-        return sum(_stored_bytes(source, name, dtype) for name in source.names())
+        return sum(_stored_bytes(source, name, dtype) for name in wanted_names(source, config))
     return config.num_parameters * dtype.itemsize
 
 
