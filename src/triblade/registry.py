@@ -93,6 +93,9 @@ PASSES = Registry(
     },
 )
 
+# Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
+DRAFTERS = Registry("drafter", {})
+
 BACKENDS = Registry(
     "backend",
     {
