@@ -139,3 +139,40 @@ def pair_probabilities(ids: list[int], params: SamplingParams) -> dict[tuple[int
 def probabilities(decoder: Decoder, ids: list[int], params: SamplingParams) -> dict[int, float]:
     p = reference_distribution(plain_logits(decoder, ids)[-1].tolist(), params)
     return {token: probability for token, probability in enumerate(p) if probability > 0}
+
+
+def test_greedy_and_sampling_requests_in_one_batch() -> None:  # F11
+    """Draws for those that sample leave the others' proposals certain."""
+    llm = with_draft(model(seed=1), temperature=1.2)
+    engine = llm.engine
+    greedy = [engine.prepare(ids, GREEDY)[0] for ids in prompts()]
+    drawn = [engine.prepare(ids, sampled(5))[0] for ids in prompts()]
+    engine.add([request for both in zip(greedy, drawn, strict=True) for request in both])
+    while engine.has_work:
+        engine.step()
+        assert all(r.draft_weights is None for r in greedy)
+    assert [r.output_token_ids for r in greedy] == plain()
+    assert all(len(r.output_token_ids) == 24 for r in drawn)
+
+
+def test_requests_that_leave_in_the_middle_of_a_draft_leave_nothing() -> None:
+    """Two engines side by side, a draft with a shorter context than its target's, every third request aborted."""
+    engines = [with_draft(model(seed=1, context=24), num_kv_blocks=40).engine for _ in range(2)]
+    aborted = 0
+    for turn in range(60):
+        requests = [engine.prepare(prompts()[turn % 5], GREEDY)[0] for engine in engines]
+        for engine, request in zip(engines, requests, strict=True):
+            engine.add([request])
+            engine.step()
+            engine.step()
+            if turn % 3 == 0:
+                aborted += bool(request.draft_token_ids)
+                engine.abort([request])
+    assert aborted > 20
+    for engine in engines:
+        while engine.has_work:
+            engine.step()
+        engine.check_idle()
+        assert engine.speculator is not None
+        assert isinstance(engine.speculator.drafter, ModelDrafter)
+        assert engine.speculator.drafter.num_requests == 0

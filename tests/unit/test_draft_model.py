@@ -158,12 +158,13 @@ def test_blocks_that_were_cached_behind_the_drafters_back_are_computed_first() -
 
 
 def test_ended_requests_leave_nothing() -> None:
-    engine = ToyEngine(ToyDraft())
-    for _ in range(20):
-        request = engine.add([1, 2, 3])
+    engine = ToyEngine(ToyDraft(), num_blocks=12)
+    for number in range(1000):
+        request = engine.add([number % 50, 2, number % 7])
         engine.start(request)
         decode(engine, request, 2)
         engine.finish(request)
+    assert engine.drafter.num_claims <= 12
     engine.drafter.forget(ToyRequest(99, [1]))  # never seen
     assert engine.drafter.num_requests == 0
     engine.pool.check()

@@ -47,6 +47,10 @@ class DraftBlocks:
     def num_requests(self) -> int:
         return len(self._frontiers)
 
+    @property
+    def num_claims(self) -> int:
+        return len(self._claims)
+
     def advance(self, request: DraftState, stop: int) -> int:
         """Leading tokens of the request whose draft KV is right, at most `stop`: the newest is always computed, for its logits."""
         frontier = self._frontiers.get(request.number)

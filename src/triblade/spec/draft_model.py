@@ -130,6 +130,11 @@ class ModelDrafter:
         """Requests that are remembered."""
         return self._blocks.num_requests
 
+    @property
+    def num_claims(self) -> int:
+        """Blocks whose draft KV is known, those of ended requests included."""
+        return self._blocks.num_claims
+
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
         """See `Drafter`."""
         proposals = [_Proposal(item, self._length(item), self._limits.temperature) for item in items]
