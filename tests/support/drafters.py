@@ -11,6 +11,7 @@ from triblade.engine.speculation import Speculator
 from triblade.llm import LLM
 from triblade.spec.distribution import draw, weights_of
 from triblade.spec.drafter import Draft, DraftItem, DraftState
+from triblade.spec.policy import DraftPolicy, FixedPolicy
 from triblade.spec.random_numbers import uniform
 from triblade.spec.rejection import PROPOSAL_STREAM
 
@@ -67,7 +68,9 @@ class RandomDrafter:
         return Draft(tokens, weights)
 
 
-def speculate(llm: LLM, drafter: ScriptedDrafter | RandomDrafter, length: int) -> LLM:
-    """The engine with a drafter."""
-    llm.engine.speculator = Speculator(drafter, llm.engine.scheduler, length)
+def speculate(
+    llm: LLM, drafter: ScriptedDrafter | RandomDrafter, length: int, policy: DraftPolicy | None = None
+) -> LLM:
+    """The engine with a drafter, asked for `length` tokens every time, or for what a policy says."""
+    llm.engine.speculator = Speculator(drafter, llm.engine.scheduler, policy or FixedPolicy(length))
     return llm

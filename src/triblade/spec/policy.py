@@ -52,7 +52,7 @@ class StepRecord:
     verified: Sequence[Verified]
     rows: int  # tokens computed, chunks of prompts included
     target_s: float
-    draft_s: float  # for proposing what this step verified
+    draft_s: float | None  # for proposing what this step verified; None where it took other work, too
 
     @property
     def is_decode_only(self) -> bool:
@@ -191,10 +191,11 @@ class AdaptivePolicy:
         numbers = {candidate.number for candidate in candidates}
         if self._is_due(len(candidates)) or not numbers <= self._chosen.keys():
             self._decide(candidates)
+        probe_length = min(self._settings.probe_length, self._settings.max_length)
         probed = self._probes.choose([number for number in numbers if self._chosen[number] == 0], self._steps)
         lengths = []
         for candidate in candidates:
-            length = self._settings.probe_length if candidate.number == probed else self._chosen[candidate.number]
+            length = probe_length if candidate.number == probed else self._chosen[candidate.number]
             lengths.append(self._rule.apply(candidate, length))
         return lengths
 
@@ -209,8 +210,9 @@ class AdaptivePolicy:
             self._plain_at = self._steps
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
-            asked = [outcome.asked for outcome in record.verified]
-            self._draft_cost.observe(max(asked), sum(asked), record.draft_s)
+            if record.draft_s is not None:
+                asked = [outcome.asked for outcome in record.verified]
+                self._draft_cost.observe(max(asked), sum(asked), record.draft_s)
 
     def forget(self, number: int) -> None:
         """See `DraftPolicy.forget`."""
@@ -316,7 +318,8 @@ class _Batch:
             for position, likelihood in enumerate(prospect.likelihood)
             if likelihood > NEGLIGIBLE
         )
-        best_rate, best = self.rate([0] * len(self._prospects)), [0] * len(self._prospects)
+        best = [0] * len(self._prospects)
+        best_rate = self.rate(best)
         for depth in range(1, 1 + max((position + 1 for _, position, _ in steps), default=0)):
             rate, taken = self._fill([(index, position) for _, position, index in steps if position < depth], most_rows)
             if rate > best_rate:

@@ -139,9 +139,10 @@ class StepCost:
 
 
 class DraftCost:
-    """Seconds of drafting: a part for each token in a row (`depth`) and one for each token of all requests.
+    """Seconds of drafting: what it takes even when nothing is asked for, a part for each token in a row (`depth`), and one for each
+    token of all requests.
 
-    Both are fitted by least squares over decayed sums; a drafter that costs nothing gets two numbers near 0.
+    The last two are fitted by least squares over decayed sums; a drafter that costs nothing gets numbers near 0.
     """
 
     KEEP = 0.98
@@ -149,6 +150,7 @@ class DraftCost:
     def __init__(self) -> None:
         self._dd = self._dt = self._tt = self._ds = self._ts = 0.0  # decayed sums over depth, tokens and seconds
         self._per_depth = self._per_token = 0.0
+        self._idle: float | None = None  # seconds without drafts: some drafters keep in step with the target at a cost
         self._observed = 0
         self._pause = 0  # steps since drafting was observed
 
@@ -156,7 +158,9 @@ class DraftCost:
         """Drafting up to `depth` tokens per request, `tokens` in all, took `seconds`; without any, time only passes."""
         self._pause += 1
         if depth == 0:
+            self._observe_idle(seconds)
             return
+        seconds = max(0.0, seconds - (self._idle or 0.0))
         keep = math.pow(self.KEEP, self._pause)
         if self._observed:
             expected = self._fitted(depth, tokens)
@@ -173,8 +177,14 @@ class DraftCost:
         self._observed += 1
 
     def seconds(self, depth: int, tokens: int) -> float:
-        """Predicted seconds; 0 until drafting was observed twice, so that a drafter gets its chance."""
-        return self._fitted(depth, tokens) if self._observed > 1 else 0.0
+        """Predicted seconds; those of drafts are 0 until they were observed twice, so that a drafter gets its chance."""
+        return (self._idle or 0.0) + (self._fitted(depth, tokens) if self._observed > 1 else 0.0)
+
+    def _observe_idle(self, seconds: float) -> None:
+        if self._idle is None or seconds < 0.5 * self._idle:
+            self._idle = seconds
+        else:
+            self._idle += 0.1 * (min(seconds, SURPRISE * self._idle + 1e-6) - self._idle)
 
     def _fitted(self, depth: int, tokens: int) -> float:
         return self._per_depth * depth + self._per_token * tokens
