@@ -97,6 +97,7 @@ PASSES = Registry(
 DRAFTERS = Registry(
     "drafter",
     {
+        "suffix": "triblade.spec.suffix:SuffixPlan",
         "draft": "triblade.engine.draft_plans:draft_model",
         "self": "triblade.engine.draft_plans:self_draft",
     },
