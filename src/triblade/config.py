@@ -107,8 +107,8 @@ class EngineConfig:
     """Drafter `self`: use this many of the model's first layers."""
 
     draft_temperature: float = 0.0
-    """0: drafts are the draft model's best tokens. Above: for requests that sample, drafts are drawn, at the request's temperature
-    times this factor (1.2 smooths a quantized draft model)."""
+    """0: drafts are the draft model's best tokens, and seeded output is that of plain decoding. Above: for requests that sample,
+    drafts are drawn, at the request's temperature times this factor; more of them are accepted, and 1 is a good start."""
 
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
