@@ -13,6 +13,7 @@
 
 #include "kernel_bindings.h"
 #include "program.h"
+#include "suffix_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -133,4 +134,5 @@ NB_MODULE(_native, m) {
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 
   bind_kernels(m);
+  bind_suffix_index(m);
 }

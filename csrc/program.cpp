@@ -248,7 +248,7 @@ AttentionOutput Program::pieces() const {
 }
 
 void Program::attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member) {
-  auto* scratch = reinterpret_cast<float*>(scratch_ + member * scratch_bytes_);
+  uint8_t* scratch = scratch_ + member * scratch_bytes_;
   const AttentionOutput output = is_split_ ? pieces() : AttentionOutput{attended_};
   auto item_at = [&](int n) { return n < static_cast<int>(items_.size()) ? &items_[n] : nullptr; };
   auto take = [&] { return item_at(next_item_[layer].fetch_add(1, std::memory_order_relaxed)); };

@@ -1,4 +1,4 @@
-"""Drafters that need no model: they know the answer, and are wrong as often as told."""
+"""Drafters that need no model, which know the answer and are wrong as often as told, and one around a tiny decoder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from triblade.engine.executor import TorchExecutor
 from triblade.engine.speculation import Speculator
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import KVLayout
 from triblade.llm import LLM
+from triblade.models.loader import OpenModel
+from triblade.ops.deterministic import DeterministicBackend
 from triblade.spec.distribution import draw, weights_of
-from triblade.spec.drafter import Draft, DraftItem, DraftState
+from triblade.spec.draft_model import DraftLimits, ModelDrafter
+from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState
 from triblade.spec.policy import DraftPolicy, FixedPolicy
 from triblade.spec.random_numbers import uniform
 from triblade.spec.rejection import PROPOSAL_STREAM
@@ -68,9 +74,26 @@ class RandomDrafter:
         return Draft(tokens, weights)
 
 
-def speculate(
-    llm: LLM, drafter: ScriptedDrafter | RandomDrafter, length: int, policy: DraftPolicy | None = None
-) -> LLM:
+def model_drafter(llm: LLM, draft: OpenModel, temperature: float = 0.0) -> ModelDrafter:
+    """A deterministic draft model beside an engine, in a pool of as many blocks."""
+    config, scheduler = draft.config, llm.engine.scheduler
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=scheduler.block_size,
+        codec="float32",
+    )
+    cache = KVCache(layout, llm.engine.pool.num_blocks, torch.float32)
+    decoder = draft.load(config.context_length, DeterministicBackend(), torch.device("cpu"))
+    executor = TorchExecutor(decoder, cache, llm.engine.model.vocab_size)
+    limits = DraftLimits(
+        context_length=config.context_length, max_tokens=scheduler.max_num_batched_tokens, temperature=temperature
+    )
+    return ModelDrafter(executor, scheduler.block_size, limits)
+
+
+def speculate(llm: LLM, drafter: Drafter, length: int, policy: DraftPolicy | None = None) -> LLM:
     """The engine with a drafter, asked for `length` tokens every time, or for what a policy says."""
     llm.engine.speculator = Speculator(drafter, llm.engine.scheduler, policy or FixedPolicy(length))
     return llm

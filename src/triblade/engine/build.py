@@ -19,6 +19,7 @@ from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
 from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why_not_native
+from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
 from triblade.engine.speculation import Speculator, make_policy
@@ -92,6 +93,8 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     )
     if drafter is not None:
         engine.speculator = Speculator(drafter, scheduler, make_policy(config))
+    if config.drafter == "draft":  # the only one that somebody else may have made for another model
+        warn_if_never_right(engine)
     return engine
 
 

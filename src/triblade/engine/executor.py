@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from triblade.engine.attend import PagedAttend
-from triblade.engine.batch import Batch
-from triblade.engine.scheduler import ScheduledRequest
+from triblade.engine.batch import Batch, StepItem
 from triblade.kv.cache import KVCache
 from triblade.models.decoder import Decoder
 from triblade.spec.sampler import best_tokens
@@ -45,7 +44,7 @@ class StepExecutor(Protocol):
         """Memory of the weights as they are kept."""
         ...
 
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """Compute the items' tokens; items of equal length stand together."""
         ...
 
@@ -77,7 +76,7 @@ class TorchExecutor:
         return self._decoder.config.num_parameters * self._decoder.dtype.itemsize
 
     @torch.inference_mode()
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """See `StepExecutor`."""
         decoder = self._decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)

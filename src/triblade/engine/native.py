@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triblade.engine.batch import StepItem
 from triblade.engine.executor import Scores
-from triblade.engine.scheduler import ScheduledRequest
 from triblade.errors import UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import ALIGNMENT_BYTES, TILE_TOKENS
@@ -118,7 +118,7 @@ class NativeExecutor:
         size: int = self._program.buffer_bytes
         return size
 
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """See `StepExecutor`."""
         ids, first_rows, lengths, tables = array("i"), array("i", [0]), array("i"), array("q")
         for item in items:
