@@ -34,6 +34,7 @@ from triblade.kv.cache import KVCache
 from triblade.models.loader import OpenModel, open_model
 from triblade.sampling_params import SamplingParams
 from triblade.spec.draft_model import DraftLimits, ModelDrafter
+from triblade.spec.policy import FixedPolicy
 from triblade.spec.rope_trial import align_draft
 
 LENGTH, CONTEXT = 4, 1024
@@ -102,7 +103,7 @@ def ropes(engine: Engine, config: EngineConfig, args: argparse.Namespace) -> dic
             found[name] = {
                 "found": [str(finding) for finding in report.findings if finding.subject == "rope"],
                 "before": measure(draft),
-                "after": measure(replace(draft, config=report.config)),
+                "after": measure(report.repaired),
             }
         print(name, json.dumps(found[name]), flush=True)
     return found
@@ -145,7 +146,7 @@ def accepted(
     scheduler = engine.scheduler
     limits = DraftLimits(context_length=CONTEXT, max_tokens=scheduler.max_num_batched_tokens, temperature=temperature)
     drafter = ModelDrafter(executor, scheduler.block_size, limits)
-    engine.speculator = Speculator(drafter, scheduler, LENGTH)
+    engine.speculator = Speculator(drafter, scheduler, FixedPolicy(LENGTH))
     prompts = [engine.tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     found = probe(engine, prompts, params)
     rates = [round(a / d, 3) for a, d in zip(found.accepted, found.drafted, strict=True)]

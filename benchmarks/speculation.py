@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Bench:
         for workload, batch in ((w, b) for w in self.workloads for b in self.args.batches):
             for name, llm in self.engines.items():
                 tasks = self.workloads[workload].tasks
-                found = self.watch.undisturbed(lambda llm=llm, tasks=tasks, batch=batch: run(llm, tasks, batch))
+                found = self.watch.undisturbed(partial(run, llm, tasks, batch))
                 if keep:
                     self.runs.setdefault((name, workload, batch), []).append(found)
 

@@ -24,6 +24,7 @@ from triblade.ops.select import select_device
 from triblade.sampling_params import SamplingParams
 from triblade.spec.align.run import AlignReport, align
 from triblade.spec.align.writer import Writer
+from triblade.spec.record import Speculation
 
 OWN_TEXT_AT_ONCE = 32  # samples in one batch
 
@@ -41,6 +42,7 @@ class Completion:
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    speculation: Speculation | None = field(default=None, compare=False)  # how it was made, with the trace of its steps
     error: str | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -51,6 +53,7 @@ class Completion:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+        self.speculation = output.speculation
         self.num_prompt_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
 
 

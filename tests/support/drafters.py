@@ -17,6 +17,7 @@ from triblade.ops.deterministic import DeterministicBackend
 from triblade.spec.distribution import draw, weights_of
 from triblade.spec.draft_model import DraftLimits, ModelDrafter
 from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState
+from triblade.spec.policy import DraftPolicy, FixedPolicy
 from triblade.spec.random_numbers import uniform
 from triblade.spec.rejection import PROPOSAL_STREAM
 
@@ -92,7 +93,7 @@ def model_drafter(llm: LLM, draft: OpenModel, temperature: float = 0.0) -> Model
     return ModelDrafter(executor, scheduler.block_size, limits)
 
 
-def speculate(llm: LLM, drafter: Drafter, length: int) -> LLM:
-    """The engine with a drafter."""
-    llm.engine.speculator = Speculator(drafter, llm.engine.scheduler, length)
+def speculate(llm: LLM, drafter: Drafter, length: int, policy: DraftPolicy | None = None) -> LLM:
+    """The engine with a drafter, asked for `length` tokens every time, or for what a policy says."""
+    llm.engine.speculator = Speculator(drafter, llm.engine.scheduler, policy or FixedPolicy(length))
     return llm

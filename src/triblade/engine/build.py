@@ -22,7 +22,7 @@ from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why
 from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
-from triblade.engine.speculation import Speculator
+from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
@@ -92,7 +92,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
         seed=config.seed,
     )
     if drafter is not None:
-        engine.speculator = Speculator(drafter, scheduler, config.num_speculative_tokens)
+        engine.speculator = Speculator(drafter, scheduler, make_policy(config))
     if config.drafter == "draft":  # the only one that somebody else may have made for another model
         warn_if_never_right(engine)
     return engine

@@ -24,6 +24,7 @@ from triblade.engine.speculation import Speculator
 from triblade.errors import ContextLengthError, RequestError
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.spec.record import SpeculationCounts
 from triblade.spec.sampler import child_seed
 
 log = logging.getLogger(__name__)
@@ -132,13 +133,14 @@ class Engine:
 
     def step(self) -> list[tuple[Request, RequestOutput]]:
         """Compute one step; returns what is new for each request it touched."""
+        start = time.perf_counter()
         scheduled = self.scheduler.schedule()
         outputs = [(r, self._finish(r, FinishReason.LENGTH)) for r in scheduled.starved]
         if scheduled:
             results = self.runner.execute(scheduled.scheduled)
             outputs += self._update(results)
             if self.speculator is not None:
-                self.speculator.propose(results)
+                self.speculator.after_step(results, time.perf_counter() - start)
         return outputs
 
     def load(self) -> EngineLoad:
@@ -154,6 +156,7 @@ class Engine:
             num_cached_prompt_tokens=self._counters["cached"],
             num_generated_tokens=self._counters["generated"],
             num_steps=self._counters["steps"],
+            speculation=SpeculationCounts() if self.speculator is None else self.speculator.counts.snapshot(),
         )
 
     def check_idle(self) -> None:
@@ -192,6 +195,8 @@ class Engine:
             if reason is not None:
                 break
         self.scheduler.update(result.item, min(result.num_accepted_tokens, len(output.token_ids)))
+        if self.speculator is not None and output.token_ids:
+            self.speculator.note(result, len(output.token_ids), is_last=reason is not None)
         if reason is not None:
             self._end(request, reason, output)
         output.num_output_tokens = len(request.output_token_ids)
@@ -231,6 +236,7 @@ class Engine:
         """The only way a request ends: its last text, its reason, its blocks."""
         output.text += self._streams.pop(request).flush()
         output.finish_reason = request.finish_reason = reason
+        output.speculation = request.speculation
         self._prompt_logprobs.pop(request, None)
         if self.speculator is not None:
             self.speculator.forget(request)

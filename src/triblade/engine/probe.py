@@ -17,6 +17,7 @@ from triblade.engine.request import Request
 from triblade.engine.scheduler import Scheduler
 from triblade.engine.speculation import Speculator
 from triblade.sampling_params import SamplingParams
+from triblade.spec.policy import FixedPolicy
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ PROMPTS = (
     "def fibonacci(n):\n",
     "Question: Why does the moon have phases?\nAnswer:",
 )
-MAX_TOKENS = 24
+MAX_TOKENS, LENGTH = 24, 4
 NEAR_ZERO = 0.1  # of the drafted tokens; a draft with the wrong rope setting has less
 
 
@@ -126,5 +127,5 @@ def _twin(engine: Engine) -> Engine:
         enable_prefix_caching=False,
     )
     twin = Engine(engine.model, engine.runner, scheduler, context_length=engine.context_length, seed=0)
-    twin.speculator = Speculator(engine.speculator.drafter, scheduler, engine.speculator.length)
+    twin.speculator = Speculator(engine.speculator.drafter, scheduler, FixedPolicy(LENGTH))
     return twin

@@ -15,6 +15,7 @@ from typing import Any
 from triblade.engine.block_pool import CachedBlock
 from triblade.engine.outputs import FinishReason
 from triblade.sampling_params import SamplingParams
+from triblade.spec.record import Speculation
 
 
 class Status(Enum):
@@ -46,6 +47,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     draft_token_ids: list[int] = field(default_factory=list)  # proposed, not yet verified
     draft_weights: Any = None  # see `spec.drafter.Draft.weights`
+    speculation: Speculation | None = None  # what became of its drafts; None where none are made
     token_ids: list[int] = field(default_factory=list)  # prompt and output
 
     status: Status = Status.WAITING  # scheduler

@@ -167,6 +167,4 @@ class EagleHead:
 
 
 def _decoder_weights(weights: EagleWeights[Linear], embedding: Linear) -> DecoderWeights[Linear]:
-    return DecoderWeights(
-        embedding=embedding, layers=[weights.layer], final_norm=weights.final_norm, head=weights.head
-    )
+    return DecoderWeights(embedding=embedding, layers=[weights.layer], final_norm=weights.final_norm, head=weights.head)

@@ -131,7 +131,9 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
 
 def _check_format(path: Path, facts: Mapping[str, Any]) -> None:
     if facts.get("format") != FORMAT:
-        raise CheckpointError(f"{path} holds no eagle head, but: {facts.get('format')!r}", hint="triblade align makes one")
+        raise CheckpointError(
+            f"{path} holds no eagle head, but: {facts.get('format')!r}", hint="triblade align makes one"
+        )
     if facts.get("version") != VERSION:
         raise UnsupportedError(
             f"{path} has version {facts.get('version')!r}, read is {VERSION}", hint="triblade align makes a new one"
@@ -149,7 +151,9 @@ def _check_target(path: Path, trained: Mapping[str, Any], found: Mapping[str, An
                 hint="triblade align makes a head for this model",
             )
     if trained.get("checkpoint") != found["checkpoint"]:
-        log.warning("the head in %s was trained on another checkpoint of such a model; fewer guesses may be right", path)
+        log.warning(
+            "the head in %s was trained on another checkpoint of such a model; fewer guesses may be right", path
+        )
 
 
 def _weights(
@@ -171,9 +175,7 @@ def _weights(
     return EagleWeights.from_parts(matrices, norms, token_ids)
 
 
-def _matrix(
-    path: Path, name: str, tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]
-) -> QuantizedMatrix:
+def _matrix(path: Path, name: str, tensors: Mapping[str, Tensor], bits: int, shape: tuple[int, int]) -> QuantizedMatrix:
     codes, scales = tensors[f"{name}.codes"], tensors[f"{name}.scales"]
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)

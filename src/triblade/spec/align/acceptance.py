@@ -20,7 +20,9 @@ from triblade.spec.eagle import EagleHead
 class Acceptance:
     """Of greedy chains of one length, over the steps that decoding the text would take."""
 
-    per_position: tuple[float, ...]  # share of chains in which guess 1, 2, ... was accepted, given that those before it were
+    per_position: tuple[
+        float, ...
+    ]  # share of chains in which guess 1, 2, ... was accepted, given that those before it were
     tokens_per_step: float  # accepted guesses and the target's own token
     num_tokens: int
 

@@ -127,7 +127,9 @@ class Session:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.config.dtype != "auto":
             dtype = getattr(torch, self.config.dtype)
-        backend, _ = select_backend("auto", deterministic=False, softcap=self.model.config.attention_softcap is not None)
+        backend, _ = select_backend(
+            "auto", deterministic=False, softcap=self.model.config.attention_softcap is not None
+        )
         model = OpenModel(**{name: getattr(self.model, name) for name in OpenModel.__slots__} | {"dtype": dtype})
         return model.load(self.most_prompt_tokens + self.config.answer_tokens, backend, self.device)
 

@@ -26,7 +26,16 @@ USER_TOKENS = 128
 OPENINGS = (
     *("Write a", "Explain", "What is the", "How do I", "Why do", "Describe", "Give me", "Create a", "List", "Compare"),
     *("Summarize", "Translate", "Imagine you are", "Design a", "Tell me about", "Which", "Solve", "Suggest", "Rewrite"),
-    *("Write a Python function that", "What are the main", "How can I", "Compose", "Is it", "Act as", "Calculate", "Draft"),
+    *(
+        "Write a Python function that",
+        "What are the main",
+        "How can I",
+        "Compose",
+        "Is it",
+        "Act as",
+        "Calculate",
+        "Draft",
+    ),
     *("Provide", "Identify", "Outline", "Who was", "When", "Develop a", "Discuss"),
 )
 USER_TEMPERATURES = (0.8, 1.0)

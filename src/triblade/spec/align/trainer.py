@@ -134,7 +134,9 @@ class Trainer:
         for index, state in enumerate(states):
             chosen = batch.counted(index) & (following >= 0)
             softcap = self._target.config.logits_softcap
-            wanted = self._target.backend.logits(batch.hidden[chosen], Linear(self._rows), softcap).softmax(-1)  # [R, N]
+            wanted = self._target.backend.logits(batch.hidden[chosen], Linear(self._rows), softcap).softmax(
+                -1
+            )  # [R, N]
             given = head.logits(state[chosen]).log_softmax(-1)
             total = total - STEP_WEIGHT**index * (wanted * given).sum() / max(1, len(given))
         return total
@@ -163,7 +165,9 @@ class Trainer:
         """Linear warm-up, then a cosine to zero."""
         total = self.recipe.total_steps
         warm = max(1, round(WARMUP * total))
-        share = (number + 1) / warm if number < warm else 0.5 * (1 + math.cos(math.pi * (number - warm) / (total - warm)))
+        share = (
+            (number + 1) / warm if number < warm else 0.5 * (1 + math.cos(math.pi * (number - warm) / (total - warm)))
+        )
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.learning_rate * share
