@@ -118,7 +118,7 @@ def test_certain_proposals_keep_seeded_output() -> None:  # F11
     assert [choices[0].token_ids for choices in llm.generate(prompts(), sampled(3))] == plain(3)
 
 
-@pytest.mark.parametrize("way", ["batched", "chunks of 7", "preempted"])
+@pytest.mark.parametrize("way", ["batched", "chunks of 7", "two at a time"])
 def test_guesses_are_those_of_the_head_over_the_whole_text(way: str) -> None:  # F17: no hole, no stale state
     llm, recorder = with_head(**WAYS[way], enable_prefix_caching=False)
     llm.generate(prompts(), GREEDY)

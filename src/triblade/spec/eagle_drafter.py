@@ -5,8 +5,9 @@
                        catch-up, true states         guesses, from the head's own states
 
 A committed token's entry is always computed from the target's state, also where the guess was right, so the head's KV is that of
-its training. What is not known (behind a cached prefix, and in the blocks of a step that nobody told of) is zero. Proposals are
-certain: the likeliest tokens. Knows no target, no cache and no scheduler; `HeadExecutor` computes.
+its training. What is not known is zero: the state before a cached prefix's end, in blocks of a step that nobody told of, and at the
+end of a block behind which a request that wanted no draft had none yet. Proposals are certain: the likeliest tokens. Knows no
+target, no cache and no scheduler; `HeadExecutor` computes.
 """
 
 from __future__ import annotations
