@@ -26,7 +26,7 @@ from torch import Tensor
 
 from triblade.config import EngineConfig
 from triblade.engine.executor import TorchExecutor
-from triblade.engine.native import why_not_native
+from triblade.engine.native_program import why_not_native
 from triblade.engine.outputs import FinishReason
 from triblade.errors import CheckpointError, ConfigError, UnsupportedError
 from triblade.models.config import model_config
