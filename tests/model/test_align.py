@@ -120,14 +120,14 @@ class Scripted:
 
 def test_a_shard_from_nothing_holds_usable_prompts_once(model: Path) -> None:
     tokenizer = open_model(EngineConfig(model=str(model))).tokenizer
-    turns = [[10, 11, 2], [10, 12], [10, 11, 2], [2]]  # usable, without an end, usable with an opening, empty
+    turns = [[10, 11, 2], [10, 12], [10, 11, 2], [2]]
     write = Scripted({1: turns, 2: [[30, 31, 2], [32]]})
     found = TextSource(tokenizer, frozenset({2}), None, (32, 16), seed=3).shard(0, 4, write)
     assert write.calls[0][0][0] == user_beginning(tokenizer, "") == [5, 6]
     assert write.calls[0][0][1] == [5, 6, 0, 0]  # "Write a", in a vocabulary that does not have it
-    assert (
-        found[0].token_ids == [5, 6, 10, 11, 2, 7, 30, 31, 2] and len(found) == 2
-    )  # all others were unusable, or there already
+    prompts = [[5, 6, 10, 11, 2, 7], [5, 6, 0, 0, 2, 7]]  # the second turn has no end; the third was there already
+    assert write.calls[1][0] == prompts
+    assert [c.token_ids for c in found] == [[*prompts[0], 30, 31, 2], [*prompts[1], 32]]
     assert [c.first for c in found] == [len(prompt) for prompt in write.calls[1][0]]
     assert found[0].is_greedy and write.calls[0][2] != write.calls[1][2]
 

@@ -109,10 +109,8 @@ class TextSource:
         beginnings = {opening: user_beginning(tokenizer, opening) for opening in {*openings}}
         temperatures = [USER_TEMPERATURES[i // 2 % len(USER_TEMPERATURES)] for i in range(count)]
         turns = write([beginnings[opening] for opening in openings], USER_TOKENS, temperatures, seed)
-        pairs = [
-            (opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end
-        ]
-        texts = [(opening + tokenizer.decode(turn)).strip() for opening, turn in pairs]
+        pairs = [(opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end]
+        texts = [(opening + tokenizer.decode(turn[:-1])).strip() for opening, turn in pairs]
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in dict.fromkeys(texts) if text]
         return [prompt for prompt in prompts if len(prompt) <= self._prompt_tokens]
 
