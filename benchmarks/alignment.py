@@ -103,7 +103,7 @@ def ropes(engine: Engine, config: EngineConfig, args: argparse.Namespace) -> dic
             found[name] = {
                 "found": [str(finding) for finding in report.findings if finding.subject == "rope"],
                 "before": measure(draft),
-                "after": measure(replace(draft, config=report.config)),
+                "after": measure(report.repaired),
             }
         print(name, json.dumps(found[name]), flush=True)
     return found

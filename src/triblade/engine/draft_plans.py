@@ -79,13 +79,13 @@ def draft_model(config: EngineConfig, model: OpenModel, *, is_native: bool) -> M
     """
     assert config.draft_model is not None
     own = _own_options(config, model, config.draft_model)
-    draft = open_model(own)
-    alignment = align_draft(model, draft)
+    alignment = align_draft(model, open_model(own))
     _log(alignment)
     alignment.check()
+    draft = alignment.repaired
     if own.quantization is not None and not is_native:
         draft = rounded(draft, SCHEME_BITS[own.quantization])
-    return _plan(own, model, replace(draft, config=alignment.config), is_native)
+    return _plan(own, model, draft, is_native)
 
 
 def self_draft(config: EngineConfig, model: OpenModel, *, is_native: bool) -> ModelDraftPlan:
