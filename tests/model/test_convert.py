@@ -36,8 +36,6 @@ from triblade.quant.convert import convert
 from triblade.quant.quality import perplexity
 from triblade.quant.run_state import RunState
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -43,9 +43,6 @@ LONG = prompt(1050, seed=3)
 SHORT = LONG[:60]
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
 def assert_near(ours: Tensor, expected: Tensor, bound: float) -> None:
     """Root mean square of the difference, in parts of the logits' own."""
     error = (ours - expected).square().mean().sqrt() / expected.square().mean().sqrt()
