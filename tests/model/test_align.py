@@ -123,11 +123,12 @@ def test_a_shard_from_nothing_holds_usable_prompts_once(model: Path) -> None:
     found = TextSource(tokenizer, frozenset({2}), None, (32, 16), seed=3).shard(0, 4, write)
     assert write.calls[0][0][0] == user_beginning(tokenizer, "") == [5, 6]
     assert write.calls[0][0][1] == [5, 6, 0, 0]  # "Write a", in a vocabulary that does not have it
-    prompts = [[5, 6, 10, 11, 2, 7], [5, 6, 0, 0, 2, 7]]  # the second turn has no end; the third was there already
+    prompts = [[5, 6, 10, 11, 2, 7], [5, 6, 0, 2, 7]]  # the second turn has no end; the third was there already
     assert write.calls[1][0] == prompts
     assert [c.token_ids for c in found] == [[*prompts[0], 30, 31, 2], [*prompts[1], 32]]
     assert [c.first for c in found] == [len(prompt) for prompt in write.calls[1][0]]
-    assert found[0].is_greedy and write.calls[0][2] != write.calls[1][2]
+    assert found[0].is_greedy
+    assert write.calls[0][2] != write.calls[1][2]
 
 
 def test_prompts_that_are_given_are_taken_in_turn(model: Path) -> None:
@@ -214,8 +215,10 @@ def test_the_draft_vocabulary_is_what_answers_hold_most() -> None:
 
 def test_every_epoch_takes_all_batches_in_another_order() -> None:
     order = list(batch_order(0, 5, 12))
-    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and len(order) == 12
-    assert order[:5] != order[5:10] and order == list(batch_order(0, 5, 12))
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5))
+    assert len(order) == 12
+    assert order[:5] != order[5:10]
+    assert order == list(batch_order(0, 5, 12))
 
 
 # The whole
@@ -237,7 +240,8 @@ def test_acceptance_grows_while_a_head_learns(config: AlignConfig, caplog: pytes
     assert seen[-1] > seen[0] + 0.3
     assert report.tokens_per_step == pytest.approx(seen[-1], abs=0.01)
     facts = json.loads((config.output / "config.json").read_text())
-    assert facts["training"]["steps"] == 40 and facts["window"] == config.window
+    assert facts["training"]["steps"] == 40
+    assert facts["window"] == config.window
     head = load_eagle(config.output, open_model(config.engine))
     assert len(head.weights.token_ids) == 48
     assert not config.output.with_name("head.unfinished").exists()
@@ -295,7 +299,8 @@ def test_the_same_options_make_the_same_head(config: AlignConfig, tmp_path: Path
 
 def test_minutes_decide_where_nothing_else_does(config: AlignConfig) -> None:
     report = align(replace(config, conversations=None, steps=None, minutes=0.05))
-    assert report.conversations >= run.LEAST_CONVERSATIONS and report.steps >= 1
+    assert report.conversations >= run.LEAST_CONVERSATIONS
+    assert report.steps >= 1
 
 
 def test_an_output_that_is_there_is_kept(config: AlignConfig) -> None:
@@ -327,5 +332,6 @@ def test_the_command_trains_a_head(
     options += ["--prompts", str(prompts), "--device", "cpu", "--threads", "1"]
     assert cli.main(["align", str(model), "--output", str(tmp_path / "head"), "--json", *options]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 2 and report["num_bytes"] > 0
+    assert report["steps"] == 2
+    assert report["num_bytes"] > 0
     load_eagle(tmp_path / "head", open_model(EngineConfig(model=str(model))))

@@ -1,4 +1,4 @@
-"""The eagle head: paged equals dense, unrolled training equals what a chain of guesses computes, and its file says when it does not fit."""
+"""The eagle head: paged equals dense, unrolled training equals a chain of guesses, and its file says when it does not fit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_a_head_over_paged_keys_in_chunks_equals_one_over_the_whole_text(model: 
     assert whole.shape == (19, config.hidden_size)
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
     logits = head.logits(whole)
-    assert logits.shape == (19, 40) and logits.dtype == torch.float32
+    assert logits.shape == (19, 40)
+    assert logits.dtype == torch.float32
     assert torch.equal(head.greedy(whole), head.weights.token_ids[logits.argmax(-1)])
 
 
@@ -90,7 +91,8 @@ def test_an_entry_depends_on_no_later_token(model: OpenModel, head: EagleHead) -
     changed[0, 8:] = (changed[0, 8:] + 1) % model.config.vocab_size
     attend = DenseAttend(head.config, head.backend, 12)
     one, other = (head.forward(ids[0], before(text.hidden[0]), torch.arange(12), attend) for ids in (text.ids, changed))
-    assert torch.equal(one[:8], other[:8]) and not torch.equal(one[8], other[8])
+    assert torch.equal(one[:8], other[:8])
+    assert not torch.equal(one[8], other[8])
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -141,7 +143,9 @@ class Oracle(EagleHead):
 def test_acceptance_is_that_of_decoding_the_text_in_steps(model: OpenModel, head: EagleHead) -> None:
     text = random_sequences(model, 1, 15)  # tokens 3 .. 14 are to be made: 12
     perfect = measure_acceptance(Oracle(head, text, set()), [text], 2)
-    assert perfect.per_position == (1.0, 1.0) and perfect.tokens_per_step == 12 / 4 and perfect.num_tokens == 12
+    assert perfect.per_position == (1.0, 1.0)
+    assert perfect.tokens_per_step == 12 / 4
+    assert perfect.num_tokens == 12
     # Steps begin behind token 2: guesses for 3 and 4, both right, token 5 is the target's; behind 5: the second is wrong; behind 7:
     # the first is wrong; behind 8, 11: right; behind 14 there is nothing left.
     spoiled = measure_acceptance(Oracle(head, text, {(6, 1), (7, 0)}), [text], 2)
@@ -157,7 +161,8 @@ def test_a_head_comes_back_from_its_file(model: OpenModel, folder: Path) -> None
         assert torch.equal(read.weights.matrices()[name].scales, matrix.scales)
     assert torch.equal(read.weights.token_ids, written.token_ids)
     assert all(torch.equal(read.weights.norms()[name], norm) for name, norm in written.norms().items())
-    assert read.config.layers[0].window == WINDOW and read.config.num_layers == 1
+    assert read.config.layers[0].window == WINDOW
+    assert read.config.num_layers == 1
 
 
 def test_another_checkpoint_of_the_same_model_is_allowed_and_said(

@@ -30,7 +30,7 @@ from triblade.models.loader import OpenModel
 from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_quantized
 from triblade.spec.eagle import EagleHead
 from triblade.spec.eagle_drafter import EagleDrafter, GuessRun, HeadLimits
-from triblade.spec.eagle_files import EagleCheckpoint, load_eagle
+from triblade.spec.eagle_files import EagleCheckpoint, fits, load_eagle
 
 log = logging.getLogger(__name__)
 
@@ -210,15 +210,10 @@ def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> Ea
 
 
 def _shipped_head(model: OpenModel) -> EagleCheckpoint:
-    reasons = []
     for folder in sorted((Path(spec.__file__).parent / "heads").iterdir()):
-        try:
-            checkpoint = load_eagle(folder, model)
-        except ConfigError as error:
-            reasons.append(error)
-            continue
-        log.info("eagle head: %s, from the package", folder.name)
-        return checkpoint
+        if fits(folder, model):
+            log.info("eagle head: %s, from the package", folder.name)
+            return load_eagle(folder, model)
     raise ConfigError(
         f"no eagle head in the package fits {model.name}",
         hint="make one: triblade align MODEL --output DIR, then --draft-model DIR",

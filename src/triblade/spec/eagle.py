@@ -3,10 +3,10 @@
     x_p = fc [embedding(token_p); hidden_{p-1}]        g_p = norm(layer(x_p))        guess for token p+1 = table[argmax(head g_p)]
 
 Entry p depends on tokens 0 .. p only, so the keys and values of slot p stay valid as long as those of the target do. Where the
-target's hidden state is not known it is zero (position 0, the first token behind a cached prefix); for a token that is itself a guess
-the head's own g_{p-1} takes its place. Knows no cache and no request: attention is an argument, as in the decoder it is made of.
-Sources: EAGLE (Li et al. 2024, section 4.1: features and the shifted token), EAGLE-2 (only its decoding differs), EAGLE-3 (Li et al.
-2025, section 3.1: no loss on features; FR-Spec, Zhao et al. 2025, section 4: the reduced vocabulary).
+target's hidden state is not known it is zero (position 0, the first token behind a cached prefix); for a token that is itself a
+guess the head's own g_{p-1} takes its place. Knows no cache and no request: attention is an argument, as in the decoder it is made
+of. Sources: EAGLE (Li et al. 2024, section 4.1: features and the shifted token), EAGLE-3 (Li et al. 2025, section 3.1: no loss on
+features, unrolled training), FR-Spec (Zhao et al. 2025, section 4: the reduced vocabulary).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A trained head on disk: `config.json` (what it is, what it was trained for and how) and `model.safetensors` (codes, scales, norms).
+"""A trained head on disk: `config.json` (what it is, what it was trained for and how), `model.safetensors` (codes, scales, norms).
 
 Four-bit codes lie two in a byte, the even input in the low half. A head is refused where it cannot work (other sizes, rope,
-vocabulary); another checkpoint of the same model, such as another quantization of it, is allowed and said, because the target verifies
-every token anyway. Knows neither training nor engine.
+vocabulary). Another checkpoint of the same model, such as another quantization of it, is allowed and said, because the target
+verifies every token anyway. Knows neither training nor engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from triblade.errors import CheckpointError, ConfigError, UnsupportedError
+from triblade.errors import CheckpointError, ConfigError, TribladeError, UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.json_files import read_json_object
 from triblade.models.loader import OpenModel
@@ -121,12 +121,27 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
     facts = read_json_object(path / CONFIG)
     _check_format(path, facts)
     _check_target(path, facts["target"], target_facts(target))
+    if facts["target"].get("checkpoint") != target.checkpoint.fingerprint():
+        log.warning(
+            "the head in %s was trained on another checkpoint of such a model: fewer guesses may be right", path
+        )
     config = head_config(target.config, facts["window"])
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
     return EagleCheckpoint(config=config, weights=_weights(path, facts, config, tensors), facts=facts)
+
+
+def fits(path: Path, target: OpenModel) -> bool:
+    """Whether the folder `path` holds a head for such a model."""
+    try:
+        facts = read_json_object(path / CONFIG)
+        _check_format(path, facts)
+        _check_target(path, facts["target"], target_facts(target))
+    except TribladeError:
+        return False
+    return True
 
 
 def _check_format(path: Path, facts: Mapping[str, Any]) -> None:
@@ -150,10 +165,6 @@ def _check_target(path: Path, trained: Mapping[str, Any], found: Mapping[str, An
                 f"the head in {path} was trained for another model: {name} was {trained.get(name)}, here it is {found[name]}",
                 hint="triblade align makes a head for this model",
             )
-    if trained.get("checkpoint") != found["checkpoint"]:
-        log.warning(
-            "the head in %s was trained on another checkpoint of such a model; fewer guesses may be right", path
-        )
 
 
 def _weights(

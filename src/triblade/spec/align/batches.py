@@ -1,7 +1,7 @@
 """Conversations as padded batches with the target's hidden states, computed when a batch is first used and kept while memory lasts.
 
-A batch holds conversations of about the same length and is the same whenever it is made: hidden states are rounded to bfloat16 kept or
-not, so that how much memory there was changes no bit of the training. Knows no head.
+A batch holds conversations of about the same length and is the same whenever it is made: hidden states are rounded to bfloat16,
+kept or not, so that how much memory there was changes no bit of the training. Knows no head.
 """
 
 from __future__ import annotations

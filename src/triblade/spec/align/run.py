@@ -1,6 +1,6 @@
 """`triblade align`: from a model to a head that guesses what it says.
 
-    open the target -> it writes conversations -> train on them, measuring on some that are held out -> write the head, read it again
+    open the target -> it writes conversations -> train on most, measure on some that are held out -> write the head, read it again
 
 Everything before the last step is kept beside the output and continued with --resume. Knows the parts, none of their insides. What
 int8 kernels round in activations is not modelled: hidden states are those of the dequantized weights.

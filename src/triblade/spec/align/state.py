@@ -1,8 +1,8 @@
 """What an alignment has done so far, on disk: text shards, the plan of the training, and its newest checkpoint.
 
 `state.json` is written last and says what the other files are worth; every file gets its name only when it is complete. Invariant:
-after a kill at any moment the folder describes a prefix of the run, and going on gives the same bits as never having stopped (on a CPU;
-kernels of other devices may add in another order).
+after a kill at any moment the folder describes a prefix of the run, and going on gives the same bits as never having stopped (on a
+CPU; kernels of other devices may add in another order).
 """
 
 from __future__ import annotations

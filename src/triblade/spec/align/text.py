@@ -1,8 +1,8 @@
 """Conversations for training: prompts from a file or from the model itself, answers from the model as it is served.
 
-From nothing: the chat template up to the beginning of the user's turn, which an instruct model then writes itself (Magpie, Xu et al.
-2024, section 2.1). A model without a template just writes. Answers are greedy and sampled in turn, because both are served. One call
-makes one shard, from its number alone, so that shards can be made again. Knows no files but the prompts.
+From nothing: the chat template up to the beginning of the user's turn, which an instruct model then writes itself (Magpie, Xu et
+al. 2024, section 2.1). A model without a template just writes. Answers are greedy and sampled in turn, because both are served. One
+call makes one shard, from its number alone, so that shards can be made again. Knows no files but the prompts.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class TextSource:
         beginnings = {opening: user_beginning(tokenizer, opening) for opening in {*openings}}
         temperatures = [USER_TEMPERATURES[i // 2 % len(USER_TEMPERATURES)] for i in range(count)]
         turns = write([beginnings[opening] for opening in openings], USER_TOKENS, temperatures, seed)
-        pairs = [(opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end]
+        pairs = [
+            (opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end
+        ]
         texts = [(opening + tokenizer.decode(turn[:-1])).strip() for opening, turn in pairs]
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in dict.fromkeys(texts) if text]
         return [prompt for prompt in prompts if len(prompt) <= self._prompt_tokens]

@@ -1,8 +1,8 @@
 """The training of a head: soft labels of the target, chains unrolled, weights rounded as they will be stored towards the end.
 
-Loss of guess j: weight_j * cross entropy of the head with the target's distribution over the draft vocabulary (EAGLE-3, section 3.1),
-where the token that was written is in it. Matrices are trained by Muon (Jordan 2024), the draft head and norms by AdamW. Everything
-random follows from (seed, step), so that a run that goes on is the run that never stopped. Knows no files.
+Loss of guess j: weight_j * cross entropy of the head with the target's distribution over the draft vocabulary (EAGLE-3, section
+3.1), where the token that was written is in it. Matrices are trained by Muon (Jordan 2024), the draft head and norms by AdamW.
+Everything random follows from (seed, step), so that a run that goes on is the run that never stopped. Knows no files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Training as the head will be used: unrolled, each step fed with the hidden states of the step before (EAGLE-3, section 3.1, figure 6).
+"""Training as the head will be used: unrolled, each step fed with the hidden states of the step before (EAGLE-3, section 3.1).
 
-Step j at position p stands for the (j + 1)-th guess of a chain that began behind token p - j. Its keys are what such a chain finds in
-the cache: those made from the target's hidden states up to the chain's beginning, then one of every step so far.
+Step j at position p stands for the (j + 1)-th guess of a chain that began behind token p - j. Its keys are what such a chain finds
+in the cache: those made from the target's hidden states up to the chain's beginning, then one of every step so far.
 
     step 0 sees  K0: 0 .. p               step 2 sees  K0: 0 .. p-2,  K1: p-1,  K2: p
 
@@ -29,7 +29,7 @@ class Sequences:
     lengths: Tensor  # [B] without padding
 
     def counted(self, step: int) -> Tensor:
-        """[B, L] bool: positions where a chain that began in the counted text makes its guess number `step`, and its answer is known."""
+        """[B, L] bool: where a chain that began in the counted text makes guess number `step`, and the next token is known."""
         position = torch.arange(self.ids.shape[1], device=self.ids.device)
         return (position >= self.first[:, None] + step) & (position < self.lengths[:, None] - 1)
 
