@@ -219,6 +219,9 @@ class ConvertConfig:
     symmetric: bool = False
     """No zero points: slightly worse, and what some kernels ask for."""
 
+    activation_bits: int | None = None
+    """8: inputs of products are rounded to 8 bits as well, per token; needs --bits 8 --group-size -1 --symmetric. `int8` is that by smooth+gptq."""
+
     calibration: str | None = None
     """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
 

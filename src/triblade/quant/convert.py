@@ -48,7 +48,17 @@ log = logging.getLogger(__name__)
 LEAST_TO_MEASURE = 512  # tokens; fewer say nothing
 PAGE = "quantization_report.html"
 # Fields of ConvertConfig that change what a layer becomes.
-_FINGERPRINTED = ("quantization", "bits", "group_size", "symmetric", "rules", "average_bits", "dtype", "device")
+_FINGERPRINTED = (
+    "quantization",
+    "bits",
+    "group_size",
+    "symmetric",
+    "activation_bits",
+    "rules",
+    "average_bits",
+    "dtype",
+    "device",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +140,10 @@ def method_and_scheme(config: ConvertConfig) -> tuple[Recipe, QuantScheme]:
         scheme = QuantScheme(bits=8, group_size=None, symmetric=True, activation_bits=8)
         return recipe("smooth+gptq"), scheme
     group = None if config.group_size == -1 else config.group_size
-    return recipe(config.quantization), QuantScheme(bits=config.bits, group_size=group, symmetric=config.symmetric)
+    scheme = QuantScheme(
+        bits=config.bits, group_size=group, symmetric=config.symmetric, activation_bits=config.activation_bits
+    )
+    return recipe(config.quantization), scheme
 
 
 def _spent(job: Job, choices: Sequence[QuantScheme], bits: float) -> list[Schemes]:
@@ -209,11 +222,14 @@ def _measure(prepared: _Prepared, state: RunState) -> Measured | None:
     job = prepared.job
     if prepared.measured_on is None:
         return None
-    source = DequantizedSource(job.source(), state.matrices(), state.dense())
+
+    def quantized() -> DequantizedSource:
+        return DequantizedSource(job.source(), state.matrices(), state.dense())
+
     backends: tuple[Backend, Backend] = (job.backend, job.backend)
     if any(scheme is not None and scheme.activation_bits for schemes in job.schemes for scheme in schemes.values()):
         backends = (job.backend, cast(Backend, TokenActivations(job.backend)))
-    return measure(job.model, (job.source(), source), prepared.measured_on, backends, job.device)
+    return measure(job.model, (job.source, quantized), prepared.measured_on, backends, job.device)
 
 
 def _report(prepared: _Prepared, state: RunState, measured: Measured | None, seconds: float) -> ConvertReport:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triblade.errors import ConfigError, NumericalError
-from triblade.models.decoder import Decoder, DenseAttend
+from triblade.models.decoder import Decoder, DecoderWeights, DenseAttend
+from triblade.ops.backend import Linear
 
 LOGITS_AT_ONCE = 2**22  # 16 MiB of float32; a comparison holds several such pieces
 
@@ -94,8 +95,16 @@ def remember(model: Decoder, ids: Tensor, context: int, advance: Callable[[int],
         hidden.append(_hidden(model, window))
         if advance is not None:
             advance(len(window))
-    weights = replace(model.weights, layers=[])
+    weights = _tables(model.weights)
     return Remembered(Decoder(model.config, weights, model.backend, model.context_length), tuple(hidden))
+
+
+def _tables(weights: DecoderWeights[Linear]) -> DecoderWeights[Linear]:
+    """What stands around the layers, copied: a mapped tensor would keep its whole file in memory."""
+    embedding = replace(weights.embedding, weight=weights.embedding.weight.clone())
+    is_tied = weights.head is weights.embedding
+    head = embedding if is_tied else replace(weights.head, weight=weights.head.weight.clone())
+    return replace(weights, layers=[], embedding=embedding, head=head)
 
 
 def compare_remembered(
