@@ -36,7 +36,7 @@ from triblade.quant.drift import Drift, drift
 from triblade.quant.measure import DequantizedSource, Measured, TokenActivations, measure
 from triblade.quant.passes import Recipe, recipe
 from triblade.quant.plan import Schemes, average_bits, uniform_plan
-from triblade.quant.preflight import check_resources, check_shapes, check_weights, needs
+from triblade.quant.preflight import bits_within, check_resources, check_shapes, check_weights, needs
 from triblade.quant.quantize import Job, quantize_layers
 from triblade.quant.run_state import Fingerprint, RunState
 from triblade.quant.scheme import QuantScheme
@@ -56,6 +56,7 @@ _FINGERPRINTED = (
     "activation_bits",
     "rules",
     "average_bits",
+    "max_size_mb",
     "dtype",
     "device",
 )
@@ -100,7 +101,8 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     method, scheme = method_and_scheme(config)
     model = open_model(config.engine)
     plan = uniform_plan(model.config, scheme, config.rules)
-    choices = [] if config.average_bits is None else candidates(model.config, scheme, config.average_bits)
+    bits = config.average_bits if config.max_size_mb is None else bits_within(model, config.max_size_mb * 1e6)
+    choices = [] if bits is None else candidates(model.config, scheme, bits)
     for possible in [plan] if not choices else [uniform_plan(model.config, choice) for choice in choices]:
         check_shapes(model.config, possible, config.format)
     device, reason = select_device(config.device)
@@ -122,8 +124,8 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     if check_resources(needs(model, plan, job.stream_sizes), config.output, device):
         job = replace(job, spill=_state_folder(config.output))
     check_weights(job.source())
-    if config.average_bits is not None:
-        job = replace(job, schemes=_spent(job, choices, config.average_bits))
+    if bits is not None:
+        job = replace(job, schemes=_spent(job, choices, bits))
     measured_on = _text_to_measure(config, model, calibration)
     return _Prepared(
         config=config,

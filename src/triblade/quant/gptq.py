@@ -39,7 +39,9 @@ def round_with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, name: str =
         log.warning("%s: its Hessian cannot be inverted; rounded to nearest within the searched range", name)
         return grid.codes(weight)
     columns = weight.T[order].contiguous()  # [in, out]: an input's weights side by side
-    group = (order // (weight.shape[1] // grid.scales.shape[1])).tolist()  # on the host: a lookup there would wait for the device
+    group = (
+        order // (weight.shape[1] // grid.scales.shape[1])
+    ).tolist()  # on the host: a lookup there would wait for the device
     scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.contiguous()  # [G, out]
     codes = torch.empty_like(columns)
     for start in range(0, len(columns), BLOCK):
@@ -71,7 +73,9 @@ def inverse_factor(hessian: Tensor) -> Tensor | None:
         return torch.eye(len(matrix), dtype=torch.float32, device=matrix.device)
     damping = DAMPING
     while damping <= MOST_DAMPING:
-        matrix.diagonal().copy_(diagonal + torch.where(diagonal > 0, damping * mean, mean))  # in place: matrices are large
+        matrix.diagonal().copy_(
+            diagonal + torch.where(diagonal > 0, damping * mean, mean)
+        )  # in place: matrices are large
         upper = _inverse_upper(matrix)
         if upper is not None:
             return upper

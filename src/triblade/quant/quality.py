@@ -118,6 +118,34 @@ def compare_remembered(
     return _comparison(pairs, advance)
 
 
+@torch.inference_mode()
+def layer_errors(model: Decoder, original: Decoder, ids: Tensor) -> list[float]:
+    """Behind every layer, how far the hidden states of ids [N] are from the original's: squared distance over squared length.
+
+    Empty where the two have different shapes, so that no state has a counterpart.
+    """
+    if (model.config.num_layers, model.config.hidden_size) != (original.config.num_layers, original.config.hidden_size):
+        return []
+    errors = []
+    for x, wanted in zip(_by_layer(model, ids), _by_layer(original, ids), strict=True):
+        length = wanted.float().square().sum()
+        errors.append(((x.float() - wanted.float()).square().sum() / length.clamp_min(1e-30)).item())
+    return errors
+
+
+def _by_layer(model: Decoder, ids: Tensor) -> Iterator[Tensor]:
+    """Hidden states [N, C] behind every layer, as `Decoder.forward` makes them."""
+    ids = ids.to(model.device)
+    attend = DenseAttend(model.config, model.backend, len(ids), model.device)
+    ropes = model.rotations(torch.arange(len(ids), device=model.device))
+    x = model.backend.embed(model.weights.embedding.weight, ids, model.config.embedding_scale)
+    for index, layer in enumerate(model.weights.layers):
+        mixed = model.attention_mix(index, layer, x, ropes[model.config.layers[index].rope], attend)
+        x = x + model.attention_out(layer, mixed)
+        x = x + model.mlp_out(layer, model.mlp_mix(layer, x))
+        yield x
+
+
 def _comparison(
     windows: Iterable[tuple[Tensor, Iterable[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]]],
     advance: Callable[[int], None] | None,

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from triblade import host
 from triblade.console import progress
 from triblade.models.checkpoint import open_checkpoint
 from triblade.models.decoder import Decoder, DecoderWeights
@@ -96,7 +95,6 @@ def quantize_layers(job: Job, state: RunState) -> None:
             del reader
             seconds = time.monotonic() - started
             state.finish_layer(result, seconds, streams)
-            host.return_free_memory()  # or the heap grows with every layer
             log.debug("layer %d: %.1f s, errors %s", index, seconds, result.errors)
             advance(1)
 
