@@ -137,7 +137,7 @@ def work(args: argparse.Namespace, cores: str | None, todo: queue.SimpleQueue[st
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         result = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
         with lock:
-            append(args, {"row": name, "device": args.device, "cores": cores, **result})
+            append(args, {"row": name.partition("=")[0], **circumstances(args, cores), **result})
 
 
 def append(args: argparse.Namespace, record: dict[str, Any]) -> None:
@@ -145,18 +145,27 @@ def append(args: argparse.Namespace, record: dict[str, Any]) -> None:
     content = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": []}
     same = (record["row"], record["device"])
     kept = [run for run in content["runs"] if (run["row"], run["device"]) != same]
-    content = {**circumstances(args), "runs": [*kept, record]}
+    content = {**heading(args), "runs": [*kept, record]}
     args.output.write_text(json.dumps(content, indent=1) + "\n")
     print(json.dumps(record), flush=True)
 
 
-def circumstances(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are of."""
+def heading(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are."""
+    return {
+        "what": "perplexity, KL in nats per token and top-1 agreement with the original, of quantized checkpoints",
+        "model": Path(args.model).name,
+        "evaluation": args.evaluation.name,
+        "tokens": {"perplexity": TOKENS, "kl": KL_TOKENS, "context": CONTEXT, "calibration": "128 x 512"},
+    }
+
+
+def circumstances(args: argparse.Namespace, cores: str | None) -> dict[str, Any]:
+    """Where a record comes from."""
     told = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
-        "what": "perplexity (WikiText-2 test), KL in nats per token and top-1 agreement of quantized checkpoints with the original",
-        "model": Path(args.model).name,
-        "tokens": {"perplexity": TOKENS, "kl": KL_TOKENS, "context": CONTEXT, "calibration": "128 x 512"},
+        "device": args.device,
+        "cores": cores or f"{host.usable_cores()} of them",
         "commit": args.commit or told.stdout.strip(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -166,7 +175,10 @@ def circumstances(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The figures of one row."""
     if "=" in name:
-        return evaluate(args, Path(name.partition("=")[2]), args.evaluation)
+        folder = Path(name.partition("=")[2])
+        return evaluate(args, folder, args.evaluation, rounds_inputs="W8A8" in name) | {
+            "hardware": hardware(args.device)
+        }
     (row,) = (row for row in rows() if row.name == name)
     output = args.work / name.replace("/", "-").replace(", ", "-").replace(" ", "-")
     needs_text = row.options["quantization"] != "rtn"

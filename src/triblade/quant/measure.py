@@ -117,6 +117,8 @@ def measure(
         decoder = Decoder(model.config, weights, backends[1], context)
         after = [_continue(decoder, model, prompt) for prompt in prompts]
         comparison = compare_remembered(decoder, remembered, ids, context, advance)
+        del decoder, weights, remembered
+        host.return_free_memory()
     samples = tuple(zip(SAMPLE_PROMPTS, before, after, strict=True))
     return Measured(comparison=comparison, num_tokens=comparison.model.num_tokens, context=context, samples=samples)
 
