@@ -8,7 +8,8 @@ Sources need no header and no compiler at the user's side: NVRTC comes with torc
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module, resources
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from torch import Tensor
 from triblade.errors import UnsupportedError
 
 Grid = tuple[int, int, int]
+_Source = tuple[str, tuple[tuple[str, int], ...]]  # a file and the constants compiled in
+COMPILERS = 16  # threads
 OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may start before its predecessor ended
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
@@ -93,15 +96,23 @@ class CudaDevice:
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
-        self._kernels: dict[tuple[str, str, tuple[tuple[str, int], ...]], _Kernel] = {}
+        self._codes: dict[_Source, bytes] = {}
+        self._kernels: dict[tuple[_Source, str], _Kernel] = {}
         self._modules: list[ctypes.c_void_p] = []
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> _Kernel:
         """See `Device`."""
-        key = (source, name, tuple(sorted(constants.items())))
-        if key not in self._kernels:
-            self._kernels[key] = self._load(self._compiled(source, constants), name)
-        return self._kernels[key]
+        key = (source, tuple(sorted(constants.items())))
+        if (key, name) not in self._kernels:
+            self.compile([(source, constants)])
+            self._kernels[key, name] = self._load(self._codes[key], name)
+        return self._kernels[key, name]
+
+    def compile(self, wanted: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+        """Compile sources with constants, several at a time."""
+        keys = {(source, tuple(sorted(constants.items()))) for source, constants in wanted} - self._codes.keys()
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            self._codes.update(zip(keys, pool.map(self._compiled, keys), strict=True))
 
     def launch(self, kernel: _Kernel, grid: Grid, threads: int, arguments: Sequence[Any]) -> None:
         """See `Device`."""
@@ -117,14 +128,15 @@ class CudaDevice:
         if code:
             raise RuntimeError(f"CUDA kernel {kernel.name} was not launched: error {code}, grid {grid}")
 
-    def _compiled(self, source: str, constants: Mapping[str, int]) -> bytes:
+    def _compiled(self, key: _Source) -> bytes:
         """Machine code of a source file."""
         nvrtc = self._nvrtc
+        source, constants = key
         text = source_text("device.cuh") + source_text(source)
         program = self._check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []))
         major, minor = self._capability
         options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
-        options += [f"-D{name}={value}" for name, value in constants.items()]
+        options += [f"-D{name}={value}" for name, value in constants]
         result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = b" " * self._check(nvrtc.nvrtcGetProgramLogSize(program))

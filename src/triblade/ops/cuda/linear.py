@@ -151,7 +151,7 @@ class LinearKernels:
         activation: Activation = "silu",
     ) -> None:  # fmt: skip
         """`multiply` with a given tiling, for up to 64 tokens."""
-        kernel = self._device.kernel("linear.cu", "linear", self._constants(matrix, cut, activation))
+        kernel = self._device.kernel("linear.cu", "linear", self.constants(matrix, cut, activation))
         tiles = -(-matrix.rows // TILE_ROWS)
         arguments = (
             _Matrix(
@@ -175,7 +175,7 @@ class LinearKernels:
         if matrix.bits == DENSE_BITS:
             return matrix.codes
         out = self._dense[: matrix.rows * matrix.inputs].view(matrix.rows, matrix.inputs)
-        kernel = self._device.kernel("vectors.cu", "dequantize", {"FLOAT16": self._dtype == torch.float16})
+        kernel = self._device.kernel("vectors.cu", "dequantize", {"FLOAT16": int(self._dtype == torch.float16)})
         numbers = (matrix.rows, matrix.inputs, matrix.group, matrix.bits, int(matrix.is_gated))
         arguments = [pointer(t) for t in (matrix.codes, matrix.scales, matrix.offsets, out)]
         warps = 4
@@ -205,12 +205,13 @@ class LinearKernels:
         if width % 8:
             out.copy_(self._reference.gated_activation(gate_up, activation))
             return
-        kernel = self._device.kernel("vectors.cu", "gated_activation", {"FLOAT16": self._dtype == torch.float16})
+        kernel = self._device.kernel("vectors.cu", "gated_activation", {"FLOAT16": int(self._dtype == torch.float16)})
         parts = -(-width // (8 * 256))
         arguments = (pointer(gate_up), pointer(out), ctypes.c_int(width), ctypes.c_int(activation == "gelu_tanh"))
         self._device.launch(kernel, (parts, tokens, 1), 256, arguments)
 
-    def _constants(self, matrix: DeviceMatrix, cut: Tiling, activation: Activation) -> dict[str, int]:
+    def constants(self, matrix: DeviceMatrix, cut: Tiling, activation: Activation) -> dict[str, int]:
+        """What is compiled into `kernels/linear.cu` for such a product."""
         return {
             "FLOAT16": int(self._dtype == torch.float16),
             "BITS": matrix.bits,
