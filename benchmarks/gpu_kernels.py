@@ -26,8 +26,9 @@ from triblade.kv.layout import KVLayout
 from triblade.engine.cuda_decoder import paged_layer
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import CudaDevice
-from triblade.ops.cuda.linear import SHARED_BYTES, LinearKernels, Tiling, tiling
-from triblade.ops.cuda.packing import DeviceMatrix
+from triblade.ops.cuda.linear import SHARED_BYTES, Activations, LinearKernels, Tiling, tiling, token_tiles
+from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
+from triblade.ops.cuda.vectors import VectorKernels
 
 CACHE_BYTES = 256 * 2**20  # copies of a weight together: several times the second-level cache
 LAUNCHES = 32  # in a graph
@@ -78,27 +79,28 @@ def time_us(launch: Callable[[int], None], launches: int = LAUNCHES, rounds: int
 
 
 def candidates(matrix: DeviceMatrix, tokens: int) -> Iterator[Tiling]:
-    """Tilings to try."""
-    token_tiles = tiling(matrix, tokens).token_tiles
-    dense = matrix.bits == 16
-    depths = (1, 2) if dense else (2, 4)
-    if token_tiles == 1:
-        grid: Any = itertools.product((1, 2, 4), (1,), (2, 4, 8, 16), depths, (1,))
-    elif token_tiles == 2:
-        grid = itertools.product((1, 2), (1, 2), (2, 4, 8), (depths[0], 2), (1, 2, 4))
+    """Tilings to try: (tiles of rows, warps along rows, warps along inputs, depth, warps per multiprocessor, splits)."""
+    columns = token_tiles(tokens)
+    dense = matrix.bits == DENSE_BITS
+    tiles = -(-matrix.rows // TILE_ROWS)
+    if columns <= 2:
+        depths = (1, 2) if dense else (2, 4, 6)
+        grid = itertools.product((1, 2), (1,), (4, 8, 16), depths, (16, 24, 32, 40), (1,))
     else:
-        grid = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), depths[:1], (1, 2, 4, 8))
-    for row_tiles, along_rows, along_inputs, depth, splits in sorted(set(grid)):
+        grid = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1,) if dense else (2,), (8, 12, 16), (1, 2, 4))
+    for row_tiles, along_rows, along_inputs, depth, resident, splits in grid:
         warps = along_rows * along_inputs
-        shared = (along_inputs - 1) * along_rows * row_tiles * token_tiles * 512
-        registers = row_tiles * token_tiles * (4 if dense else 8)
-        work = -(-matrix.rows // 16) * warps * splits // (row_tiles * along_rows)
-        if shared > SHARED_BYTES or not 2 <= warps <= 16 or registers > 128 or row_tiles * depth > 8:
+        blocks = resident // warps
+        shared = 2 * (along_inputs - 1) * along_rows * row_tiles * columns * 512 + 64
+        sums = row_tiles * columns * (4 if dense or columns > 2 else 8)
+        registers = 24 + sums + row_tiles * depth * (16 if dense else 5) + columns * 4
+        units = matrix.inputs // max(CHUNK, matrix.group) // (along_inputs * splits)
+        busy = tiles // (row_tiles * along_rows) * splits * warps
+        if shared > SHARED_BYTES or not 2 <= warps <= 16 or blocks < 1 or units < 2 or resident * 32 * registers > 65536:
             continue
-        if work < 132 * 4 or work > 132 * 150:
+        if busy < 132 * 4 or (splits > 1 and busy > 132 * 32):
             continue
-        for blocks in {1, max(1, 32 // warps)} if token_tiles == 1 else {1}:
-            yield Tiling(row_tiles, token_tiles, along_rows, along_inputs, depth, blocks, splits)
+        yield Tiling(row_tiles, columns, along_rows, along_inputs, depth, blocks, splits)
 
 
 def error(x: Tensor, matrix: DeviceMatrix, out: Tensor, dense: Tensor) -> float:
@@ -117,6 +119,7 @@ class Bench:
         self.memory = torch.device("cuda")
         self.device = CudaDevice(self.memory)
         self.linear = LinearKernels(self.device, torch.bfloat16, self.memory)
+        self.vectors = VectorKernels(self.device, torch.bfloat16, self.memory, 128)
 
     def products(self, *, tune: bool, chosen: Sequence[str]) -> list[dict[str, Any]]:
         """A line per product and number of tokens."""
@@ -131,7 +134,7 @@ class Bench:
                     random_matrix(product.rows, product.inputs, product.kind, self.memory, is_gated=product.is_gated)
                 )
             self.linear.reserve(copies[:1])
-            self.linear._partial = torch.empty(2**24, device=self.memory)
+            self.linear._partial = torch.empty(2**26, device=self.memory)
             lines += [self.product(product, copies, tokens, tune) for tokens in TOKENS]
         return lines
 
@@ -139,6 +142,8 @@ class Bench:
         """The best tiling, or the one that is used."""
         first = copies[0]
         x = torch.randn(tokens, first.inputs, device=self.memory).bfloat16()
+        inputs = Activations.empty(tokens, first.inputs, x.dtype, self.memory)
+        self.vectors.arrange(x, inputs)
         columns = first.rows // 2 if first.is_gated else first.rows
         is_head = product.name == "head"
         out = torch.full((tokens, columns), torch.nan, device=self.memory, dtype=torch.float32 if is_head else x.dtype)
@@ -149,14 +154,14 @@ class Bench:
         worst = 0.0
         for cut in tilings:
             out.fill_(torch.nan)
-            self.linear.stream_with(cut, x, first, out)
+            self.linear.stream(cut, inputs, first, out)
             worst = max(worst, difference := error(x, first, out, dense))
             if not difference < 1e-2:
                 print(f"WRONG {product.name} {tokens} {cut}: {difference}", flush=True)
                 continue
 
             def launch(number: int, cut: Tiling = cut) -> None:
-                self.linear.stream_with(cut, x, copies[number % len(copies)], out)
+                self.linear.stream(cut, inputs, copies[number % len(copies)], out)
 
             found.append((time_us(launch), cut))
         library = time_us(lambda number: torch.mm(x, dense.T), 16)
@@ -198,7 +203,7 @@ class Bench:
             slots = tables[:, -1] * 16 + (context - 1) % 16
             sequences = Sequences(positions=positions, slots=slots, tables=tables, queries=1)
             qkv = torch.randn(count, 36 * 128, device=self.memory).bfloat16()
-            out = torch.empty(count, 28 * 128, device=self.memory, dtype=torch.bfloat16)
+            out = Activations(torch.empty(count, 28 * 128, device=self.memory, dtype=torch.bfloat16), count, 0)
             angle = torch.randn(context, 64, device=self.memory)
             rotation = Rotation(cosines=angle.cos(), sines=angle.sin(), norm=None, eps=1e-6)
             scoring = Scoring(scale=128**-0.5, softcap=None, window=None)
@@ -210,7 +215,8 @@ class Bench:
                 *(y[:, :context].float().transpose(1, 2) for y in (k, v)),
                 enable_gqa=True,
             )
-            difference = float((out.float() - expected.flatten(1)).norm() / expected.norm())
+            torch.cuda.synchronize()
+            difference = float((out.values.float() - expected.flatten(1)).norm() / expected.norm())
             turn = time_us(lambda n: kernels.rotate_and_write(qkv, sequences, layers[n % 4], rotation))
             attend = time_us(lambda n: kernels.attend(qkv, sequences, layers[n % 4], scoring, out))
             size = count * context * layout.layer_bytes // 16

@@ -25,6 +25,7 @@ from triblade.models.decoder import DecoderWeights
 from triblade.ops.cuda import attention, linear, packing, vectors
 from triblade.ops.cuda.attention import Sequences
 from triblade.ops.cuda.device import Device
+from triblade.ops.cuda.linear import Activations
 from triblade.ops.cuda.packing import DeviceMatrix
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # sequences of a recorded step
@@ -84,13 +85,14 @@ class CudaExecutor:
         self._vocab_size = min(vocab_size, config.vocab_size)
         self._records = self._memory.type == "cuda"
         self._width = cache.layout.blocks_for(context_length)
-        self._buffers = Buffers(config, MOST_ROWS, self._decoder.dtype, self._memory)
+        self._buffers = Buffers.empty(config, MOST_ROWS, self._decoder.dtype, self._memory)
         self._all_logits = torch.empty(MOST_ROWS, weights.head.rows, dtype=torch.float32, device=self._memory)
         self._all_best = torch.empty(MOST_ROWS, dtype=torch.int32, device=self._memory)
         self._host_best = self._pinned(MOST_ROWS)
         self._decoder.reserve(MOST_ROWS, 1)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, _Inputs]] = {}
-        self._hidden = torch.empty(0)
+        self._hidden = Activations(torch.empty(0), 0, 0)  # of the last step, if it was not replayed
+        self._launched_best = torch.empty(0)
         self._replayed = False  # whether the last step was; then logits and best tokens of its rows exist
         self._chosen: list[int] = []
 
@@ -125,18 +127,19 @@ class CudaExecutor:
         count = len(self._chosen)
         logits = torch.empty(count, self._all_logits.shape[1], dtype=torch.float32, device=self._memory)
         best = torch.empty(count, dtype=torch.int32, device=self._memory)
-        hidden = self._hidden[self._chosen]
         for start in range(0, count, MOST_ROWS):
             part = slice(start, start + MOST_ROWS)
-            self._decoder.logits(hidden[part], logits[part])
+            index = torch.tensor(self._chosen[part]).to(self._memory)
+            self._decoder.logits(self._decoder.rows(self._hidden, index), logits[part])
             self._decoder.choose(logits[part], self._vocab_size, best[part])
-        self._eager_best = best
+        self._launched_best = best
         return logits[:, : self._vocab_size]
 
     def best(self) -> list[int]:
         """See `StepExecutor`."""
         if not self._replayed:
-            return self._eager_best.tolist()
+            launched: list[int] = self._launched_best.tolist()
+            return launched
         torch.cuda.current_stream(self._memory).synchronize()
         everything: list[int] = self._host_best.tolist()
         return [everything[row] for row in self._chosen]
@@ -169,8 +172,8 @@ class CudaExecutor:
         ids, positions, slots = inputs.tokens.unbind(0)
         sequences = Sequences(positions=positions, slots=slots, tables=inputs.tables, queries=queries)
         buffers = self._buffers.first(rows)
-        hidden = self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers)
-        self._decoder.logits(hidden, self._all_logits[:rows])
+        self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.normed)
+        self._decoder.logits(buffers.normed, self._all_logits[:rows])
         self._decoder.choose(self._all_logits[:rows], self._vocab_size, self._all_best[:rows])
         self._host_best[:rows].copy_(self._all_best[:rows], non_blocking=True)
 
@@ -218,11 +221,15 @@ class CudaExecutor:
         for _, members in groupby(items, key=lambda item: item.num_tokens):
             groups.append(self._group(list(members), row, flat))
             row = groups[-1].rows.stop
-        buffers = self._buffers.first(row)
-        if row > MOST_ROWS:
-            buffers = Buffers(self._decoder.config, row, self._decoder.dtype, self._memory)
+        decoder, config = self._decoder, self._decoder.config
+        if row <= MOST_ROWS:
+            buffers = self._buffers.first(row)
+        else:
+            buffers = Buffers.empty(config, row, decoder.dtype, self._memory)
         everyone = Sequences(positions=flat[1], slots=flat[2], tables=groups[0].sequences.tables, queries=1)
-        self._hidden = self._decoder.forward(flat[0], everyone, groups, buffers)
+        hidden = torch.empty(row, config.hidden_size, dtype=decoder.dtype, device=self._memory)
+        self._hidden = Activations(hidden, row, 0)
+        decoder.forward(flat[0], everyone, groups, buffers, self._hidden)
 
     def _group(self, items: list[ScheduledRequest], first_row: int, flat: Tensor) -> Group:
         queries = items[0].num_tokens

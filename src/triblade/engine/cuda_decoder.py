@@ -18,7 +18,7 @@ from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
 from triblade.ops.cuda.attention import AttentionKernels, PagedLayer, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import Device
-from triblade.ops.cuda.linear import LinearKernels
+from triblade.ops.cuda.linear import Activations, LinearKernels
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
@@ -40,25 +40,46 @@ class Group:
         return slice(self.first_row, self.first_row + self.sequences.positions.numel())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """Activations of up to `tokens` tokens."""
+    """Activations of one step."""
 
-    def __init__(self, config: ModelConfig, tokens: int, dtype: torch.dtype, memory: torch.device) -> None:
+    x: Tensor  # [T, C], the residual stream
+    projected: Tensor  # [T, C] where norms follow projections
+    qkv: Tensor  # [T, (H + 2 G) * D]
+    normed: Activations  # [T, C]
+    mixed: Activations  # [T, H * D]
+    inner: Activations  # [T, I]
+
+    @classmethod
+    def empty(cls, config: ModelConfig, tokens: int, dtype: torch.dtype, memory: torch.device) -> Buffers:
+        """Room for `tokens`."""
+
         def rows(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=memory)
 
-        self.x = rows(config.hidden_size)  # the residual stream
-        self.normed = rows(config.hidden_size)
-        self.projected = rows(config.hidden_size if config.post_norms else 0)
-        self.qkv = rows(config.q_size + 2 * config.kv_size)
-        self.mixed = rows(config.q_size)
-        self.inner = rows(config.intermediate_size)
+        def inputs(width: int) -> Activations:
+            return Activations.empty(tokens, width, dtype, memory)
+
+        return cls(
+            x=rows(config.hidden_size),
+            projected=rows(config.hidden_size if config.post_norms else 0),
+            qkv=rows(config.q_size + 2 * config.kv_size),
+            normed=inputs(config.hidden_size),
+            mixed=inputs(config.q_size),
+            inner=inputs(config.intermediate_size),
+        )
 
     def first(self, tokens: int) -> Buffers:
-        """Views of the first rows."""
-        part = object.__new__(Buffers)
-        part.__dict__ = {name: value[:tokens] for name, value in self.__dict__.items()}
-        return part
+        """The same memory for fewer tokens."""
+        return Buffers(
+            x=self.x[:tokens],
+            projected=self.projected[:tokens],
+            qkv=self.qkv[:tokens],
+            normed=self.normed.first(tokens),
+            mixed=self.mixed.first(tokens),
+            inner=self.inner.first(tokens),
+        )
 
 
 class CudaDecoder:
@@ -106,8 +127,10 @@ class CudaDecoder:
         group = self.config.num_heads // self.config.num_kv_heads
         self._attention.reserve(num_sequences, queries, self._layers[0], group)
 
-    def forward(self, ids: Tensor, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers) -> Tensor:
-        """Final-norm hidden states [T, C], in `buffers`, of tokens [T] int32; `all_tokens` has every token's position and slot."""
+    def forward(
+        self, ids: Tensor, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations
+    ) -> None:
+        """Final-norm hidden states [T, C] of tokens [T] int32 into `hidden`; `all_tokens` has every position and slot."""
         config, vectors = self.config, self._vectors
         x, normed = buffers.x, buffers.normed
         vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, x)
@@ -119,10 +142,16 @@ class CudaDecoder:
             vectors.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, normed, added)
             self._linear.multiply(normed, layer.gate_up, buffers.inner, activation=config.activation)
             added = self._project(buffers.inner, layer.down, layer.mlp_post_norm, buffers)
-        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, normed, added)
-        return normed
+        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, hidden, added)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
+    def rows(self, hidden: Activations, rows: Tensor) -> Activations:
+        """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
+        picked = hidden.values[rows]
+        inputs = Activations.empty(len(picked), picked.shape[1], self.dtype, self.memory)
+        self._vectors.arrange(picked, inputs)
+        return inputs
+
+    def logits(self, hidden: Activations, out: Tensor) -> None:
         """out [R, V] float32 of hidden states [R, C], not capped yet (`choose` does that)."""
         self._linear.multiply(hidden, self.weights.head, out)
 
@@ -135,7 +164,7 @@ class CudaDecoder:
         self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size)
 
     def _project(
-        self, inputs: Tensor, matrix: DeviceMatrix, post_norm: Tensor | None, buffers: Buffers
+        self, inputs: Activations, matrix: DeviceMatrix, post_norm: Tensor | None, buffers: Buffers
     ) -> tuple[Tensor, Tensor] | None:
         """Add a projection to the residual stream, or leave its norm and addition to the next norm."""
         if post_norm is None:
@@ -161,11 +190,11 @@ class CudaDecoder:
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
         for group in groups:
-            qkv, out = buffers.qkv[group.rows], buffers.mixed[group.rows]
-            if self._gathers(group):
-                self._attend_gathered(index, qkv, group, scoring, out)
+            qkv = buffers.qkv[group.rows]
+            if buffers.mixed.tiles == 0 and self._gathers(group):
+                self._attend_gathered(index, qkv, group, scoring, buffers.mixed.values[group.rows])
             else:
-                self._attention.attend(qkv, group.sequences, place, scoring, out)
+                self._attention.attend(qkv, group.sequences, place, scoring, buffers.mixed, group.first_row)
 
     def _gathers(self, group: Group) -> bool:
         is_long = group.sequences.queries >= GATHERED_QUERIES and group.lengths is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from triblade.ops.cuda.device import Device, pointer
+from triblade.ops.cuda.linear import Activations
 
 TILE_QUERIES = 16  # rows of a block: queries times heads of a group
 WARPS = 4
@@ -148,10 +149,10 @@ class AttentionKernels:
         grid = (-(-heads // WARPS), qkv.shape[0], 1)
         self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
 
-    def attend(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, scoring: Scoring, out: Tensor) -> None:
-        """out [T, H * D] of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are in the cache already."""
+    def attend(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, scoring: Scoring, out: Activations, first_row: int = 0) -> None:
+        """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are in the cache."""
         count = sequences.tables.shape[0]
-        group = out.shape[1] // (layer.head_dim * layer.num_heads)
+        group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
         tiles = -(-group * sequences.queries // TILE_QUERIES)
         blocks = layer.num_heads * tiles
         most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
@@ -174,8 +175,9 @@ class AttentionKernels:
             group,
         )
         scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
-        scratch = (pointer(out), pointer(self._workspace), pointer(self._counters))
-        arguments = (queries, _Cache(*_places(layer)[:-1]), scores, *scratch)
+        scratch = (pointer(self._workspace), pointer(self._counters))
+        numbers = (ctypes.c_int(out.tiles), ctypes.c_int(first_row))
+        arguments = (queries, _Cache(*_places(layer)[:-1]), scores, pointer(out.values), *numbers, *scratch)
         self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments)
 
     def reserve(self, num_sequences: int, queries: int, layer: PagedLayer, group: int) -> None:

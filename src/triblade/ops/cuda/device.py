@@ -29,12 +29,16 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 class Device(Protocol):
     """Where kernels run."""
 
+    multiprocessors: int
+
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         """A kernel of a source file with constants compiled in; compiled once."""
         ...
 
-    def launch(self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a kernel; arguments are ctypes values, in order."""
+    def launch(
+        self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True
+    ) -> None:
+        """Queue a kernel; arguments are ctypes values, in order. One that does not overlap starts when everything before it is done."""
         ...
 
 
@@ -95,6 +99,7 @@ class CudaDevice:
             ) from error
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
         self._codes: dict[_Source, bytes] = {}
         self._kernels: dict[tuple[_Source, str], _Kernel] = {}
@@ -114,7 +119,9 @@ class CudaDevice:
         with ThreadPoolExecutor(COMPILERS) as pool:
             self._codes.update(zip(keys, pool.map(self._compiled, keys), strict=True))
 
-    def launch(self, kernel: _Kernel, grid: Grid, threads: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, kernel: _Kernel, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True
+    ) -> None:
         """See `Device`."""
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         config = _LaunchConfig(
@@ -122,7 +129,7 @@ class CudaDevice:
             block=(threads, 1, 1),
             stream=torch.cuda.current_stream(self._device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
-            num_attributes=1 if self._capability >= OVERLAP_CAPABILITY else 0,
+            num_attributes=int(overlaps and self._capability >= OVERLAP_CAPABILITY),
         )
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
         if code:
@@ -132,7 +139,7 @@ class CudaDevice:
         """Machine code of a source file."""
         nvrtc = self._nvrtc
         source, constants = key
-        text = source_text("device.cuh") + source_text(source)
+        text = "".join(map(source_text, ("device.cuh", "layout.cuh", source)))
         program = self._check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []))
         major, minor = self._capability
         options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,43 @@ from torch import Tensor
 from triblade.ops.backend import Activation
 from triblade.ops.cuda.device import Device, pointer
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
-from triblade.ops.reference import ReferenceBackend
 
 TOKEN_TILE = 8  # the narrow side of the matrix instruction
 MOST_TOKENS = 64  # of one launch of the streaming kernel
 STREAMED_TOKENS = 128  # at most; beyond, spelling the weights out once costs less than reading them again
-WARP_ROOM = 132 * 32  # warps that a large device holds with the registers this kernel takes
-MOST_SPLITS = 8
 SHARED_BYTES = 48 * 1024
+MOST_SETS = 16384  # of rows that share a counter
+
+
+def token_tiles(tokens: int) -> int:
+    """How many tokens' inputs lie together (in tiles of 8) for a product of so many: 1, 2, 4 or 8; 0: row after row."""
+    if tokens > STREAMED_TOKENS:
+        return 0
+    return 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Inputs of products. With token tiles, `values` are in the order of `unit_at` in `kernels/layout.cuh`, padded to whole slabs."""
+
+    values: Tensor  # [tokens or more, width]
+    tokens: int
+    tiles: int
+
+    @classmethod
+    def empty(cls, tokens: int, width: int, dtype: torch.dtype, memory: torch.device) -> Activations:
+        """Room for `tokens`."""
+        tiles = token_tiles(tokens)
+        slab = max(1, TOKEN_TILE * tiles)
+        return cls(torch.zeros(-(-tokens // slab) * slab, width, dtype=dtype, device=memory), tokens, tiles)
+
+    def first(self, tokens: int) -> Activations:
+        """The same memory for fewer tokens."""
+        return Activations(self.values, tokens, token_tiles(tokens))
+
+    def slab(self, number: int) -> int:
+        """Address of the inputs of tokens [64 number, 64 (number + 1))."""
+        return self.values.data_ptr() + number * MOST_TOKENS * self.values.shape[1] * self.values.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +64,7 @@ class Tiling:
     warps_along_rows: int
     warps_along_inputs: int
     depth: int  # chunks in flight per warp
-    blocks: int  # that should fit a multiprocessor, which bounds registers
+    blocks: int  # per multiprocessor
     splits: int  # blocks along inputs
 
     @property
@@ -50,35 +78,20 @@ class Tiling:
 
 def tiling(matrix: DeviceMatrix, tokens: int) -> Tiling:
     """How to multiply `tokens` (1 to 64) rows with a matrix."""
-    tiles, token_tiles = -(-matrix.rows // TILE_ROWS), _power_of_two(-(-tokens // TOKEN_TILE))
+    tiles, columns = -(-matrix.rows // TILE_ROWS), token_tiles(tokens)
     units = matrix.inputs // max(CHUNK, matrix.group)  # what the inputs can be cut into
-    if token_tiles <= 2:
-        # Warps of a block share rows and cut the inputs, as many as fill the device once.
-        row_tiles = 2 if tiles * 4 > WARP_ROOM else 1
-        warps = _at_most(WARP_ROOM // (tiles // row_tiles + 1), min(16, units))
-        depth = 2 if row_tiles == 2 else 4
-        return Tiling(row_tiles, token_tiles, 1, max(1, warps), depth, _blocks(32 * max(1, warps), 64), 1)
-    # Many tokens: warps along rows share the tokens in the first cache, and blocks cut the inputs.
-    row_tiles = 2 if tiles >= 8 else 1
-    along_rows = 4 if tiles >= 4 * row_tiles else 1
-    along_inputs = 2 if units >= 2 else 1
-    row_blocks = -(-tiles // (row_tiles * along_rows))
-    splits = max(1, min(MOST_SPLITS, units // along_inputs, 264 // row_blocks))
-    return Tiling(row_tiles, token_tiles, along_rows, along_inputs, 2, 1, splits)
+    if columns <= 2:
+        warps = 4 if tiles >= 1024 else 8 if units >= 8 and tiles >= 256 else 16
+        warps = _at_most(min(warps, units))
+        return Tiling(1, columns, 1, warps, 2, max(1, 24 // warps), 1)
+    row_tiles = 2 if tiles >= 1024 else 1
+    warps = _at_most(min(4, units))
+    return Tiling(row_tiles, columns, 1, warps, 2, max(1, 12 // warps), 1 if tiles >= 1024 else min(2, units // warps))
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _at_most(number: int, most: int) -> int:
-    """The largest power of two up to `number` and `most`; at least 1."""
-    bound = max(1, min(number, most))
-    return 1 << (bound.bit_length() - 1)
-
-
-def _blocks(threads: int, registers: int) -> int:
-    return max(1, min(16, 65536 // (threads * registers)))
+def _at_most(number: int) -> int:
+    """The largest power of two up to a number; at least 1."""
+    return 1 << (max(1, number).bit_length() - 1)
 
 
 class _Matrix(ctypes.Structure):
@@ -98,6 +111,7 @@ class _Output(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("columns", ctypes.c_int),
         ("is_float32", ctypes.c_int),
+        ("token_tiles", ctypes.c_int),
     )
 
 
@@ -115,60 +129,70 @@ class LinearKernels:
         self._dtype = dtype
         self._memory = memory
         self._partial = torch.empty(0, device=memory)
-        self._counters = torch.zeros(4096, dtype=torch.int32, device=memory)
+        self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
-        self._reference = ReferenceBackend()
 
     def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
         partial, dense = 0, 0
         for matrix in matrices:
-            for tokens in (24, MOST_TOKENS):
-                cut = tiling(matrix, tokens)
-                tiles = -(-matrix.rows // TILE_ROWS)
-                partial = max(partial, cut.splits * tiles * cut.token_tiles * 32 * 4 if cut.splits > 1 else 0)
+            partial = max(partial, *(partial_numbers(matrix, tiling(matrix, tokens)) for tokens in (1, 16, 32, 64)))
             dense = max(dense, matrix.rows * matrix.inputs if matrix.bits != DENSE_BITS else 0)
         self._partial = torch.empty(partial, dtype=torch.float32, device=self._memory)
         self._dense = torch.empty(dense, dtype=self._dtype, device=self._memory)
 
     def multiply(
-        self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None = None, activation: Activation = "silu"
+        self,
+        x: Activations,
+        matrix: DeviceMatrix,
+        out: Tensor | Activations,
+        residual: Tensor | None = None,
+        activation: Activation = "silu",
     ) -> None:
         """out [T, N] = x [T, in] W^T + b (+ residual [T, N], which may be `out`); gated: out [T, N / 2] = act(gate) * up.
 
         `out` is of the activations' type or, without residual, float32.
         """
-        if x.shape[0] > STREAMED_TOKENS:
-            self._multiply_many(x, matrix, out, residual, activation)
+        if x.tiles == 0:
+            values = out.values if isinstance(out, Activations) else out
+            self._multiply_many(x.values[: x.tokens], matrix, values[: x.tokens], residual, activation)
             return
-        for start in range(0, x.shape[0], MOST_TOKENS):
-            part = slice(start, start + MOST_TOKENS)
-            beside = None if residual is None else residual[part]
-            self._stream(x[part], matrix, out[part], beside, activation)
+        cut = tiling(matrix, x.tokens)
+        for slab in range(-(-x.tokens // MOST_TOKENS)):
+            self.stream(cut, x, matrix, out, residual=residual, activation=activation, slab=slab)
 
-    def stream_with(
-        self, cut: Tiling, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None = None,
+    def stream(
+        self,
+        cut: Tiling,
+        x: Activations,
+        matrix: DeviceMatrix,
+        out: Tensor | Activations,
+        *,
+        residual: Tensor | None = None,
         activation: Activation = "silu",
-    ) -> None:  # fmt: skip
-        """`multiply` with a given tiling, for up to 64 tokens."""
+        slab: int = 0,
+    ) -> None:
+        """`multiply` with a given tiling, for one slab of up to 64 tokens."""
         kernel = self._device.kernel("linear.cu", "linear", self.constants(matrix, cut, activation))
         tiles = -(-matrix.rows // TILE_ROWS)
+        sets = -(-tiles // cut.block_tiles)
+        part = slice(slab * MOST_TOKENS, min(x.tokens, (slab + 1) * MOST_TOKENS))
+        if isinstance(out, Activations):
+            output = _Output(out.slab(slab), None, out.values.shape[1], 0, out.tiles)
+        else:
+            beside = None if residual is None else residual[part].data_ptr()
+            output = _Output(out[part].data_ptr(), beside, out.shape[1], out.dtype == torch.float32, 0)
+        parts = (pointer(t).value for t in (matrix.codes, matrix.scales, matrix.offsets, matrix.tile_bias))
         arguments = (
-            _Matrix(
-                matrix.codes.data_ptr(),
-                pointer(matrix.scales).value,
-                pointer(matrix.offsets).value,
-                pointer(matrix.tile_bias).value,
-                matrix.rows,
-                matrix.inputs,
-            ),
-            pointer(x),
-            _Output(out.data_ptr(), pointer(residual).value, out.shape[1], out.dtype == torch.float32),
+            _Matrix(*parts, matrix.rows, matrix.inputs),
+            ctypes.c_void_p(x.slab(slab)),
+            output,
             pointer(self._partial),
             pointer(self._counters),
-            ctypes.c_int(x.shape[0]),
+            ctypes.c_int(part.stop - part.start),
         )
-        self._device.launch(kernel, (-(-tiles // cut.block_tiles), cut.splits, 1), cut.threads, arguments)
+        resident = max(1, self._device.multiprocessors * cut.blocks // cut.splits)
+        self._device.launch(kernel, (min(sets, resident), cut.splits, 1), cut.threads, arguments)
 
     def dequantize(self, matrix: DeviceMatrix) -> Tensor:
         """The matrix [N, in] in the activations' type; in the scratch buffer, so good until the next call."""
@@ -182,11 +206,6 @@ class LinearKernels:
         grid = (-(-matrix.inputs // CHUNK // warps), -(-matrix.rows // TILE_ROWS), 1)
         self._device.launch(kernel, grid, 32 * warps, [*arguments, *map(ctypes.c_int, numbers)])
         return out
-
-    def _stream(
-        self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
-    ) -> None:
-        self.stream_with(tiling(matrix, x.shape[0]), x, matrix, out, residual, activation)
 
     def _multiply_many(
         self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
@@ -202,9 +221,6 @@ class LinearKernels:
     def gate(self, gate_up: Tensor, out: Tensor, activation: Activation) -> None:
         """out [T, I] = act(gate) * up of the halves of [T, 2 I]."""
         tokens, width = out.shape
-        if width % 8:
-            out.copy_(self._reference.gated_activation(gate_up, activation))
-            return
         kernel = self._device.kernel("vectors.cu", "gated_activation", {"FLOAT16": int(self._dtype == torch.float16)})
         parts = -(-width // (8 * 256))
         arguments = (pointer(gate_up), pointer(out), ctypes.c_int(width), ctypes.c_int(activation == "gelu_tanh"))
@@ -226,3 +242,9 @@ class LinearKernels:
             "DEPTH": cut.depth,
             "BLOCKS": cut.blocks,
         }
+
+
+def partial_numbers(matrix: DeviceMatrix, cut: Tiling) -> int:
+    """Scratch that a product cut so needs, in numbers."""
+    tiles = -(-matrix.rows // TILE_ROWS)
+    return cut.splits * tiles * cut.token_tiles * 32 * 4 if cut.splits > 1 else 0

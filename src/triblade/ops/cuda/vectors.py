@@ -10,7 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from triblade.ops.cuda.device import Device, pointer
+from triblade.ops.cuda.device import Device, Grid, pointer
+from triblade.ops.cuda.linear import Activations
 
 NORM_THREADS = BEST_THREADS = 256
 MAX_WIDTH = 8192  # of a norm: what a block keeps in registers
@@ -41,17 +42,26 @@ class VectorKernels:
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=memory)
 
     def embed(self, table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
-        """out [T, C] = rows `ids` [T] int32 of `table` [V, C], times `scale`."""
+        """out [T, C] = rows `ids` [T] int32 of `table` [V, C], times `scale`.
+
+        Begins a step: what earlier ones wrote (the cache) is there for every kernel that follows, also before it waits for its
+        predecessor.
+        """
         numbers = (ctypes.c_int(table.shape[0]), ctypes.c_int(table.shape[1]), ctypes.c_float(scale))
-        self._launch("embed", (len(ids), 1, 1), 128, [pointer(table), pointer(ids), pointer(out), *numbers])
+        self._launch("embed", (len(ids), 1, 1), 128, [pointer(table), pointer(ids), pointer(out), *numbers], overlaps=False)
+
+    def arrange(self, x: Tensor, out: Activations) -> None:
+        """out = x [T, C] in the layout of inputs of products."""
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.tiles))
+        self._launch("arrange", (x.shape[0], 1, 1), 128, [pointer(x), pointer(out.values), *numbers])
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, added: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, weight: Tensor, eps: float, out: Activations, added: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """out [T, C] = norm(x) * weight; with `added` (y [T, C], its norm's weight) x += norm(y) * weight comes first, in place."""
         y, y_weight = added or (None, None)
-        arguments = [pointer(t) for t in (x, y, y_weight, weight, out)]
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps))
+        arguments = [pointer(t) for t in (x, y, y_weight, weight, out.values)]
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.tiles))
         self._launch("rms_norm", (x.shape[0], 1, 1), NORM_THREADS, [*arguments, *numbers])
 
     def best_token(self, logits: Tensor, vocabulary: int, softcap: float | None, out: Tensor) -> None:
@@ -69,6 +79,6 @@ class VectorKernels:
         grid = (-(-rows // 128), 1, 1)
         self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)])
 
-    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, arguments: list[object]) -> None:
+    def _launch(self, name: str, grid: Grid, threads: int, arguments: list[object], *, overlaps: bool = True) -> None:
         kernel = self._device.kernel("vectors.cu", name, self._constants)
-        self._device.launch(kernel, grid, threads, arguments)
+        self._device.launch(kernel, grid, threads, arguments, overlaps=overlaps)

@@ -10,7 +10,6 @@
 #define KEYS 16                  // per warp and turn
 #define PIECES (DIM / 64)        // of 64 dimensions
 #define STEPS (DIM / 16)
-#define LEAST_KEYS (KEYS * WARPS)  // of a split
 
 // int8 codes are exact in float16, so that is what the cache's instruction multiplies then.
 constexpr bool F16 = FLOAT16;
@@ -284,18 +283,19 @@ DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, flo
   return o;
 }
 
-// Grid: splits, key-value heads * tiles of rows, sequences. `out` is [tokens, heads * group * DIM]; `workspace` holds a Partial per
+// Grid: splits, key-value heads * tiles of rows, sequences. `out` is [tokens, heads * group * DIM] in the layout `token_tiles`, of which these are tokens from `first_token` on; `workspace` holds a Partial per
 // block (of the whole grid), `counters` a zero per (head and tile, sequence).
-KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, Partial* workspace, u32* counters) {
+KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, int token_tiles, int first_token,
+                                                  Partial* workspace, u32* counters) {
   SHARED Partial shared[DIM > 128 ? 2 : WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int head = blockIdx.y % cache.heads, first_row = blockIdx.y / cache.heads * 16, sequence = blockIdx.z;
   const int rows = min(16, in.queries * in.group - first_row);
-  let_next_start();
-  wait_for_previous();
 
-  // This block's keys. Sequences too short for all splits use fewer, in pieces of whole turns.
+  // This block's keys. Sequences too short for all splits use fewer, in pieces of whole turns. Positions and tables are constant
+  // within a step.
   const int* positions = in.positions + sequence * in.queries;
+  let_next_start();
   if (positions[0] < 0) return;
   const int last = positions[min((first_row + 15) / in.group, in.queries - 1)], stop = last + 1;
   const int start = how.window ? max(0, positions[first_row / in.group] - how.window + 1) / KEYS * KEYS : 0;
@@ -303,6 +303,16 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   const int splits = min((int)gridDim.x, (turns + WARPS - 1) / WARPS), split = blockIdx.x;
   if (split >= splits) return;
   const int begin = turns * split / splits, end = turns * (split + 1) / splits;
+
+  // The first turn's keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
+  const int* table = in.tables + sequence * in.table_stride;
+  const int first = start + (begin + warp) * KEYS;
+  const bool is_early = first + KEYS <= positions[0], has_turn = begin + warp < end;
+  Keys keys;
+  Values values;
+  if (has_turn && is_early) load_keys(keys, cache, table, first, stop, head), load_values(values, cache, table, first, stop, head);
+  wait_for_previous();
+  if (has_turn && !is_early) load_keys(keys, cache, table, first, stop, head), load_values(values, cache, table, first, stop, head);
 
   u32 q[STEPS][4];
   load_queries(q, in, sequence, head, first_row);
@@ -317,16 +327,12 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
 #pragma unroll
     for (int i = 0; i < 4; i++) state.o[n][i] = 0.0f;
 
-  const int* table = in.tables + sequence * in.table_stride;
-  Keys keys;
-  if (begin + warp < end) load_keys(keys, cache, table, start + (begin + warp) * KEYS, stop, head);
   for (int turn = begin + warp; turn < end; turn += WARPS) {
     const int first_key = start + turn * KEYS;
-    Values values;
-    load_values(values, cache, table, first_key, stop, head);
     const Keys now = keys;
     if (turn + WARPS < end) load_keys(keys, cache, table, first_key + WARPS * KEYS, stop, head);
     attend(state, q, now, values, how, first_key, position);
+    if (turn + WARPS < end) load_values(values, cache, table, first_key + WARPS * KEYS, stop, head);
   }
 #pragma unroll
   for (int row = 0; row < 2; row++) {
@@ -360,7 +366,8 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
     float top, total;
     const f32x4 o = merged(parts, count, row, i % (DIM / 4), top, total);
     const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-    u16* to = out + (u64)(sequence * in.queries + query) * width + (head * in.group + of_group) * DIM + i % (DIM / 4) * 4;
+    const int column = (head * in.group + of_group) * DIM + i % (DIM / 4) * 4;
+    u16* to = out + unit_at(first_token + sequence * in.queries + query, column / 8, width / 8, token_tiles) * 8 + column % 8;
     *reinterpret_cast<u32x2*>(to) = u32x2{pack<F16>(o.x * inverse, o.y * inverse), pack<F16>(o.z * inverse, o.w * inverse)};
   }
 }

@@ -2,12 +2,14 @@
 // each) and tokens the narrow second one (8 each), so one token wastes arithmetic only, which there is plenty of.
 //
 // Compile-time: BITS of a weight (4, 8, or 16: the type of activations), GROUP inputs per scale, OFFSETS, ROWS tiles of 16 rows per
-// warp, NT tiles of 8 tokens, WM x WK warps of a block along rows and inputs, DEPTH chunks in flight, GATED.
+// warp, NT tiles of 8 tokens, WM x WK warps of a block along rows and inputs, DEPTH chunks in flight, GATED, GELU, BLOCKS that should
+// fit a multiprocessor.
 //
 // A warp walks over chunks of 64 inputs. The matrix instruction does not care in which order inputs are summed, as long as both
-// operands agree: input 32 h + 8 t + j of a chunk belongs to lane t of each four, so a lane's inputs of a token are 16 bytes in a
-// row. Packed codes are in the order of the instruction's registers (see ops/cuda/packing.py): 16 bytes per lane and load.
-// Sums over warps and over blocks are taken in a fixed order, so the result does not depend on timing.
+// operands agree: input 32 h + 8 t + j of a chunk belongs to lane t of each four. Codes and activations lie in memory in the order of
+// the instruction's registers (ops/cuda/packing.py; `unit_at` in device.cuh): 16 bytes per lane and load, 512 in a row per warp.
+// Blocks stay and take one set of rows after the other; the loads of the next set begin before the sums of this one are done. Sums
+// over warps and over blocks are taken in a fixed order, so the result does not depend on timing.
 
 #define CHUNK 64
 #define UNIT (BITS == 16 || GROUP <= CHUNK ? 1 : GROUP / CHUNK)  // chunks that end with a scale
@@ -15,6 +17,8 @@
 #define LOADS (BITS == 16 ? 4 : BITS / 4)  // of 16 bytes, per lane, chunk and tile
 #define STEPS (CHUNK / 16)
 #define THREADS (32 * WM * WK)
+#define SCALED_WEIGHTS (BITS != 16 && NT >= 4)  // many tokens: scale the weights, not the sums
+#define TOKEN_DEPTH 1  // chunks of activations in flight: they come from a cache
 
 constexpr bool F16 = FLOAT16;
 
@@ -110,6 +114,7 @@ struct Output {
   const u16* residual;  // the same shape, added; may be `values` itself
   int columns;
   int is_float32;
+  int token_tiles;  // of the layout that `values` has; 0: row after row
 };
 
 DEVICE void store(const Output& out, int token, int column, float value) {
@@ -119,7 +124,8 @@ DEVICE void store(const Output& out, int token, int column, float value) {
     return;
   }
   if (out.residual) value += low<F16>(out.residual[at]);
-  static_cast<u16*>(out.values)[at] = static_cast<u16>(pack<F16>(value, 0.0f));
+  const u64 place = unit_at(token, column / 8, out.columns / 8, out.token_tiles) * 8 + column % 8;
+  static_cast<u16*>(out.values)[out.token_tiles ? place : at] = static_cast<u16>(pack<F16>(value, 0.0f));
 }
 
 // Lane 4 g + t has rows g and g + 8 of a tile and tokens 2 t and 2 t + 1.
@@ -141,159 +147,197 @@ DEVICE void finish(const Output& out, const Matrix& m, int tile, int nt, int tok
   }
 }
 
-// Grid: blocks of WM * ROWS tiles of rows, splits of the inputs. `partial` holds [splits, tiles, NT, 32] float4, `counters` a zero
-// per block of rows; both are needed for more than one split.
-KERNEL __launch_bounds__(THREADS, BLOCKS) linear(Matrix m, const u16* x, Output out, f32x4* partial, u32* counters, int tokens) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, wm = warp % WM, wk = warp / WM, g = lane >> 2, t = lane & 3;
-  const int chunks = m.inputs / CHUNK, units = chunks / UNIT, tiles = (m.rows + 15) / 16;
-  const int first_tile = (blockIdx.x * WM + wm) * ROWS;
+// x in tiles: see `unit_at`.
+DEVICE void load_tokens(u32x4 (&b)[NT][2], const u32x4* x, int chunk) {
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) b[n][h] = x[((chunk * NT + n) * 2 + h) * 32 + (threadIdx.x & 31)];
+}
+
+// Scales (and offsets) of the rows g and g + 8 as pairs of equal numbers, and the weights of a step with them.
+DEVICE void scale_weights(u32 (&a)[4], u32 scales, u32 offsets) {
+  const u32 factor[2] = {pack<F16>(low<true>(scales), low<true>(scales)), pack<F16>(high<true>(scales), high<true>(scales))};
+  const u32 summand[2] = {pack<F16>(low<true>(offsets), low<true>(offsets)), pack<F16>(high<true>(offsets), high<true>(offsets))};
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = fma2<F16>(a[i], factor[i & 1], OFFSETS ? summand[i & 1] : 0x80008000u);
+}
+
+struct Sums {
+  float total[ROWS][NT][4];
+#if BITS != 16 && !SCALED_WEIGHTS
+  float group[ROWS][NT][4];
+#if OFFSETS
+  float inputs[NT][4];  // sums of the inputs of a group, in every row the same
+#endif
+#endif
+};
+
+#if BITS != 16 && !SCALED_WEIGHTS
+// The end of a group: its sums, with their scale, become part of the whole.
+DEVICE void end_group(Sums& sums, const Fragments& f, int of_chunk) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const u32 scales = f.scales[r][of_chunk];
+    const float scale[2] = {low<true>(scales), high<true>(scales)};
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sums.total[r][n][i] += sums.group[r][n][i] * scale[i >> 1];
+#if OFFSETS
+        const u32 offsets = f.offsets[r][of_chunk];
+        sums.total[r][n][i] += sums.inputs[n][i] * (i < 2 ? low<true>(offsets) : high<true>(offsets));
+#endif
+        sums.group[r][n][i] = 0.0f;
+      }
+  }
+#if OFFSETS
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums.inputs[n][i] = 0.0f;
+#endif
+}
+#endif
+
+// One chunk. Scales are those of the chunk in which the unit began, `scaled`.
+DEVICE void add_chunk(Sums& sums, const Fragments& f, const Fragments& scaled, const u32x4 (&b)[NT][2], bool ends_unit) {
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    const int of_chunk = SCALES > 1 ? s * 16 * SCALES / CHUNK : 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      u32 a[4];
+      weights_of_step(a, f.codes[r], s);
+#if SCALED_WEIGHTS
+#if OFFSETS
+      scale_weights(a, scaled.scales[r][of_chunk], scaled.offsets[r][of_chunk]);
+#else
+      scale_weights(a, scaled.scales[r][of_chunk], 0);
+#endif
+#endif
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#if BITS == 16 || SCALED_WEIGHTS
+        multiply<F16>(sums.total[r][n], a, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
+#else
+        multiply<F16>(sums.group[r][n], a, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
+#endif
+    }
+#if BITS != 16 && !SCALED_WEIGHTS
+#if OFFSETS
+    const u32 one = F16 ? 0x3c003c00u : 0x3f803f80u, ones[4] = {one, one, one, one};
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      multiply<F16>(sums.inputs[n], ones, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
+#endif
+    if (SCALES > 1 ? (s + 1) * 16 % (CHUNK / SCALES) == 0 : s == STEPS - 1 && ends_unit) end_group(sums, scaled, of_chunk);
+#endif
+  }
+}
+
+// Sums over the warps of a block that share rows, in the order of the inputs; the result is in the first of them.
+DEVICE void sum_over_warps(Sums& sums, f32x4* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, wm = warp % WM, wk = warp / WM;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      if (wk > 0) {
+        const float(&c)[4] = sums.total[r][n];
+        shared[((((wk - 1) * WM + wm) * ROWS + r) * NT + n) * 32 + lane] = f32x4{c[0], c[1], c[2], c[3]};
+      }
+  block_barrier();
+  if (wk > 0) return;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int k = 0; k < WK - 1; k++) {
+        const f32x4 other = shared[(((k * WM + wm) * ROWS + r) * NT + n) * 32 + lane];
+        float(&c)[4] = sums.total[r][n];
+        c[0] += other.x, c[1] += other.y, c[2] += other.z, c[3] += other.w;
+      }
+}
+
+// Sums over the blocks that share rows (`partial` [splits, tiles, NT, 32]); false in all but the last block to arrive.
+DEVICE bool sum_over_blocks(Sums& sums, f32x4* partial, u32* counter, int first_tile, int tiles, bool has_sums) {
+  const int lane = threadIdx.x & 31, splits = gridDim.y;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      if (has_sums && first_tile + r < tiles) {
+        const float(&c)[4] = sums.total[r][n];
+        partial[(((u64)blockIdx.y * tiles + first_tile + r) * NT + n) * 32 + lane] = f32x4{c[0], c[1], c[2], c[3]};
+      }
+  if (!is_last_block(counter, splits)) return false;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float total[4] = {};
+      for (int k = 0; k < splits && has_sums && first_tile + r < tiles; k++) {
+        const f32x4 other = partial[(((u64)k * tiles + first_tile + r) * NT + n) * 32 + lane];
+        total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums.total[r][n][i] = total[i];
+    }
+  return true;
+}
+
+// Grid: any number of blocks, each of which takes sets of WM * ROWS tiles of rows; splits of the inputs. `partial` and `counters` (a
+// zero per set) are needed for more than one split.
+KERNEL __launch_bounds__(THREADS, BLOCKS) linear(Matrix m, const u32x4* x, Output out, f32x4* partial, u32* counters, int tokens) {
+  SHARED f32x4 shared[2][WK > 1 ? (WK - 1) * WM * ROWS * NT * 32 : 1];
+  const int warp = threadIdx.x / 32, wm = warp % WM, wk = warp / WM;
+  const int units = m.inputs / CHUNK / UNIT, tiles = (m.rows + 15) / 16, sets = (tiles + WM * ROWS - 1) / (WM * ROWS);
   const int part = blockIdx.y * WK + wk, parts = gridDim.y * WK;
   const int begin = units * part / parts * UNIT, end = units * (part + 1) / parts * UNIT;
 
   Fragments ahead[DEPTH];
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
-    if (begin + d < end) load_chunk(ahead[d], m, first_tile, tiles, begin + d, d % UNIT == 0);
+    if (begin + d < end) load_chunk(ahead[d], m, (blockIdx.x * WM + wm) * ROWS, tiles, begin + d, d % UNIT == 0);
   let_next_start();
   wait_for_previous();
+  u32x4 b[TOKEN_DEPTH][NT][2];
+#pragma unroll
+  for (int d = 0; d < TOKEN_DEPTH; d++)
+    if (begin + d < end) load_tokens(b[d], x, begin + d);
 
-  float sums[ROWS][NT][4] = {};
-#if BITS != 16
-  float group[ROWS][NT][4] = {};
-  u32 scales[ROWS] = {};
-#endif
-#if OFFSETS
-  float inputs[NT][4] = {};  // sums of the inputs of a group, in every row the same
-  u32 offsets[ROWS] = {};
-  const u32 ones = F16 ? 0x3c003c00u : 0x3f803f80u;
-  const u32 all_ones[4] = {ones, ones, ones, ones};
-#endif
-  for (int base = begin; base < end; base += DEPTH) {
+  int turn = 0;
+  for (int set = blockIdx.x; set < sets; set += gridDim.x, turn ^= 1) {
+    const int first_tile = (set * WM + wm) * ROWS, next_set = set + gridDim.x;
+    Sums sums = {};
+    Fragments scaled;
+    for (int base = begin; base < end; base += DEPTH) {
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      const int chunk = base + d;
-      if (chunk >= end) break;
-      u32x4 b[NT][2];
-#pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const int token = n * 8 + g;
-        const u32x4* row = reinterpret_cast<const u32x4*>(x + (u64)token * m.inputs + chunk * CHUNK) + t;
-        b[n][0] = token < tokens ? row[0] : u32x4{0, 0, 0, 0};
-        b[n][1] = token < tokens ? row[4] : u32x4{0, 0, 0, 0};
+      for (int d = 0; d < DEPTH; d++) {
+        const int chunk = base + d;
+        if (chunk >= end) break;
+        if (d % UNIT == 0) scaled = ahead[d];
+        add_chunk(sums, ahead[d], scaled, b[d % TOKEN_DEPTH], d % UNIT == UNIT - 1);
+        // The next chunk that comes to this place: of these rows, or of the next ones.
+        if (chunk + DEPTH < end) load_chunk(ahead[d], m, first_tile, tiles, chunk + DEPTH, d % UNIT == 0);
+        else if (next_set < sets) load_chunk(ahead[d], m, (next_set * WM + wm) * ROWS, tiles, begin + d, d % UNIT == 0);
+        if (chunk + TOKEN_DEPTH < end) load_tokens(b[d % TOKEN_DEPTH], x, chunk + TOKEN_DEPTH);
       }
-#if BITS != 16
-      if (d % UNIT == 0)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          scales[r] = ahead[d].scales[r][0];
-#if OFFSETS
-          offsets[r] = ahead[d].offsets[r][0];
-#endif
-        }
-#endif
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          u32 a[4];
-          weights_of_step(a, ahead[d].codes[r], s);
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#if BITS == 16
-            multiply<F16>(sums[r][n], a, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
-#else
-            multiply<F16>(group[r][n], a, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
-#endif
-        }
-#if OFFSETS
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-          multiply<F16>(inputs[n], all_ones, word_of(b[n][s >> 1], 2 * (s & 1)), word_of(b[n][s >> 1], 2 * (s & 1) + 1));
-#endif
-#if BITS != 16
-        const bool ends = GROUP < CHUNK ? (s + 1) * 16 % GROUP == 0 : s == STEPS - 1 && d % UNIT == UNIT - 1;
-        if (!ends) continue;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          if (GROUP < CHUNK) scales[r] = ahead[d].scales[r][s * 16 / GROUP % (SCALES ? SCALES : 1)];
-          const float scale0 = low<true>(scales[r]), scale1 = high<true>(scales[r]);
-#if OFFSETS
-          if (GROUP < CHUNK) offsets[r] = ahead[d].offsets[r][s * 16 / GROUP % (SCALES ? SCALES : 1)];
-          const float offset0 = low<true>(offsets[r]), offset1 = high<true>(offsets[r]);
-#endif
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              sums[r][n][i] += group[r][n][i] * (i < 2 ? scale0 : scale1);
-#if OFFSETS
-              sums[r][n][i] += inputs[n][i] * (i < 2 ? offset0 : offset1);
-#endif
-              group[r][n][i] = 0.0f;
-            }
-        }
-#if OFFSETS
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) inputs[n][i] = 0.0f;
-#endif
-#endif
-      }
-      if (chunk + DEPTH < end) load_chunk(ahead[d], m, first_tile, tiles, chunk + DEPTH, d % UNIT == 0);
     }
-  }
-
-  // Over the warps of the block.
-  SHARED f32x4 shared[WK > 1 ? (WK - 1) * WM * ROWS * NT * 32 : 1];
-  if (WK > 1) {
-    if (wk > 0)
+    if (next_set < sets)
 #pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-          shared[((((wk - 1) * WM + wm) * ROWS + r) * NT + n) * 32 + lane] =
-              f32x4{sums[r][n][0], sums[r][n][1], sums[r][n][2], sums[r][n][3]};
-    block_barrier();
-    if (wk == 0)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int k = 0; k < WK - 1; k++) {
-            const f32x4 other = shared[(((k * WM + wm) * ROWS + r) * NT + n) * 32 + lane];
-            sums[r][n][0] += other.x, sums[r][n][1] += other.y, sums[r][n][2] += other.z, sums[r][n][3] += other.w;
-          }
-  }
-
-  // Over the blocks that share the rows.
-  const int splits = gridDim.y;
-  if (splits > 1) {
-    if (wk == 0)
-      for (int r = 0; r < ROWS && first_tile + r < tiles; r++)
-        for (int n = 0; n < NT; n++)
-          partial[(((u64)blockIdx.y * tiles + first_tile + r) * NT + n) * 32 + lane] =
-              f32x4{sums[r][n][0], sums[r][n][1], sums[r][n][2], sums[r][n][3]};
-    if (!is_last_block(counters + blockIdx.x, splits)) return;
-    if (wk == 0)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-          float total[4] = {};
-          for (int k = 0; k < splits && first_tile + r < tiles; k++) {
-            const f32x4 other = partial[(((u64)k * tiles + first_tile + r) * NT + n) * 32 + lane];
-            total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
-          }
-#pragma unroll
-          for (int i = 0; i < 4; i++) sums[r][n][i] = total[i];
-        }
-  }
-  if (wk == 0)
+      for (int d = 0; d < TOKEN_DEPTH; d++)
+        if (begin + d < end) load_tokens(b[d], x, begin + d);
+    if (WK > 1) sum_over_warps(sums, shared[turn]);
+    if (gridDim.y > 1 && !sum_over_blocks(sums, partial, counters + set, first_tile, tiles, wk == 0)) continue;
+    if (wk > 0) continue;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        if (first_tile + r < tiles && n * 8 < tokens) finish(out, m, first_tile + r, n, tokens, sums[r][n]);
+        if (first_tile + r < tiles && n * 8 < tokens) finish(out, m, first_tile + r, n, tokens, sums.total[r][n]);
+  }
 }
