@@ -11,7 +11,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from triblade.kv.layout import KVLayout
 from triblade.engine.cuda_decoder import paged_layer
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import CudaDevice
-from triblade.ops.cuda.linear import SHARED_BYTES, Activations, LinearKernels, Tiling, tiling, token_tiles
+from triblade.ops.cuda.linear import SHARED_BYTES, Activations, LinearKernels, Tiling, key_of, tiling
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
@@ -78,20 +78,19 @@ def time_us(launch: Callable[[int], None], launches: int = LAUNCHES, rounds: int
     return statistics.median(times)
 
 
-def candidates(matrix: DeviceMatrix, tokens: int) -> Iterator[Tiling]:
+def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:
     """Tilings to try: (tiles of rows, warps along rows, warps along inputs, depth, warps per multiprocessor, splits)."""
-    columns = token_tiles(tokens)
     dense = matrix.bits == DENSE_BITS
     tiles = -(-matrix.rows // TILE_ROWS)
     if columns <= 2:
-        depths = (1, 2) if dense else (2, 4, 6)
-        grid = itertools.product((1, 2), (1,), (4, 8, 16), depths, (16, 24, 32, 40), (1,))
+        depths = (1, 2) if dense else (2, 4)
+        grid = itertools.product((1, 2), (1,), (2, 4, 8, 16), depths, (16, 32, 40), (1,))
     else:
-        grid = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1,) if dense else (2,), (8, 12, 16), (1, 2, 4))
+        grid = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (2,), (8, 12, 16), (1, 2, 4))
     for row_tiles, along_rows, along_inputs, depth, resident, splits in grid:
         warps = along_rows * along_inputs
         blocks = resident // warps
-        shared = 2 * (along_inputs - 1) * along_rows * row_tiles * columns * 512 + 64
+        shared = (along_inputs - 1) * along_rows * row_tiles * columns * 512 + 64
         sums = row_tiles * columns * (4 if dense or columns > 2 else 8)
         registers = 24 + sums + row_tiles * depth * (16 if dense else 5) + columns * 4
         units = matrix.inputs // max(CHUNK, matrix.group) // (along_inputs * splits)
@@ -142,12 +141,13 @@ class Bench:
         """The best tiling, or the one that is used."""
         first = copies[0]
         x = torch.randn(tokens, first.inputs, device=self.memory).bfloat16()
-        inputs = Activations.empty(tokens, first.inputs, x.dtype, self.memory)
+        inputs = self.linear.inputs(tokens, first.inputs)
         self.vectors.arrange(x, inputs)
         columns = first.rows // 2 if first.is_gated else first.rows
         is_head = product.name == "head"
         out = torch.full((tokens, columns), torch.nan, device=self.memory, dtype=torch.float32 if is_head else x.dtype)
-        tilings = [tiling(first, tokens), *(candidates(first, tokens) if tune else ())]
+        cuts = self.linear.tiles(tokens)
+        tilings = [tiling(first, cuts), *(candidates(first, cuts) if tune else ())]
         self.device.compile(("linear.cu", self.linear.constants(first, cut, "silu")) for cut in tilings)
         dense = self.linear.dequantize(first).clone()
         found: list[tuple[float, Tiling]] = []
@@ -171,6 +171,7 @@ class Bench:
         line = {
             "product": product.name,
             "tokens": tokens,
+            "key": key_of(first, cuts),
             "us": used,
             "best_us": best_us,
             "best": astuple(best),
@@ -237,15 +238,25 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="write the best tilings here")
+    parser.add_argument("--no-attention", action="store_true")
     options = parser.parse_args()
     start = time.monotonic()
     bench = Bench()
     results: dict[str, Any] = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-    results["attention"] = bench.attention()
+    if not options.no_attention:
+        results["attention"] = bench.attention()
     results["products"] = bench.products(tune=options.tune, chosen=options.only)
     results["seconds"] = time.monotonic() - start
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
+    if options.table:
+        options.table.write_text(json.dumps(table(results["products"]), indent=1, sort_keys=True))
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The best tiling of each product and number of token tiles, as `ops.cuda.linear` reads it; the most tokens of a number decide."""
+    return {line["key"]: line["best"] for line in sorted(lines, key=lambda line: line["tokens"])}
 
 
 if __name__ == "__main__":

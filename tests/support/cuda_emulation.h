@@ -182,6 +182,11 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   emulation::warp_barrier();
 }
+template <u32 MASK>
+DEVICE u32 and_or(u32 a, u32 b) {
+  return (a & MASK) | b;
+}
+DEVICE int uniform(int value) { return value; }
 DEVICE u32 permute(u32 a, u32 b, u32 order) {
   const u64 both = a | u64(b) << 32;
   u32 result = 0;

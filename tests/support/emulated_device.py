@@ -36,8 +36,6 @@ def library(source: str, constants: tuple[tuple[str, int], ...], folder: Path) -
 class EmulatedDevice:
     """See `triblade.ops.cuda.device.Device`."""
 
-    multiprocessors = 2
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -1,8 +1,12 @@
 """The CUDA kernels as a `StepExecutor`: decode steps are recorded once per size as CUDA graphs and replayed, others run as launched.
 
 1. `forward` writes the step's ids, positions, slots and block tables into fixed buffers (one copy) and replays the graph of the
-   smallest recorded size, which goes from token ids to logits and the best tokens; places that no sequence takes have negative slots.
-2. `best` waits for the graph and reads the tokens.
+   smallest recorded size, which goes from token ids to logits, the best tokens and, for steps of one token, the inputs of the next
+   step; places that no sequence takes have negative slots.
+2. `best` waits for the graph and reads the tokens. Where every sequence takes its best token and has room for one more, it replays the
+   graph at once: the device computes the next step while the host still deals with this one.
+3. The next `forward`, if it asks for exactly that step, finds it under way. Otherwise that step is computed for nothing: what it
+   wrote lies behind the sequences' ends, in blocks that were theirs, before anything that follows in the stream.
 Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling. Invariant: recorded
 steps only touch memory that lives as long as the executor.
 """
@@ -17,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triblade.engine.cuda_decoder import Buffers, CudaDecoder, Group
+from triblade.engine.cuda_decoder import CudaDecoder, Group
+from triblade.engine.request import Request
+from triblade.engine.runner import sampler_row
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
@@ -85,7 +91,7 @@ class CudaExecutor:
         self._vocab_size = min(vocab_size, config.vocab_size)
         self._records = self._memory.type == "cuda"
         self._width = cache.layout.blocks_for(context_length)
-        self._buffers = Buffers.empty(config, MOST_ROWS, self._decoder.dtype, self._memory)
+        self._buffers = self._decoder.buffers(MOST_ROWS)
         self._all_logits = torch.empty(MOST_ROWS, weights.head.rows, dtype=torch.float32, device=self._memory)
         self._all_best = torch.empty(MOST_ROWS, dtype=torch.int32, device=self._memory)
         self._host_best = self._pinned(MOST_ROWS)
@@ -95,6 +101,9 @@ class CudaExecutor:
         self._launched_best = torch.empty(0)
         self._replayed = False  # whether the last step was; then logits and best tokens of its rows exist
         self._chosen: list[int] = []
+        self._unread = False  # whether a replay was queued that nobody waited for yet
+        self._step_items: Sequence[ScheduledRequest] = ()  # of the last replayed step
+        self._ahead: list[tuple[Request, int, int]] | None = None  # request, start, token of the step that is under way
 
     @property
     def weight_bytes(self) -> int:
@@ -105,6 +114,9 @@ class CudaExecutor:
     @torch.inference_mode()
     def forward(self, items: Sequence[ScheduledRequest]) -> None:
         """See `StepExecutor`."""
+        if self._is_under_way(items):
+            self._step_items = items
+            return
         queries, count = items[0].num_tokens, len(items)
         size = next((bucket for bucket in BUCKETS if bucket >= count), 0)
         fits = self._records and 0 < size * queries <= MOST_ROWS and queries <= MOST_QUERIES
@@ -141,8 +153,38 @@ class CudaExecutor:
             launched: list[int] = self._launched_best.tolist()
             return launched
         torch.cuda.current_stream(self._memory).synchronize()
+        self._unread = False
         everything: list[int] = self._host_best.tolist()
-        return [everything[row] for row in self._chosen]
+        best = [everything[row] for row in self._chosen]
+        self._run_ahead(everything)
+        return best
+
+    # The step after this one
+
+    def _run_ahead(self, best: list[int]) -> None:
+        """Start the next step if every sequence will go on with its best token, as far as can be known."""
+        items = self._step_items
+        if len(self._chosen) != len(items) or not all(map(self._goes_on, items)):
+            return
+        self._ahead = [(item.request, item.start + 1, token) for item, token in zip(items, best, strict=False)]
+        size = next(bucket for bucket in BUCKETS if bucket >= len(items))
+        self._graphs[size, 1][0].replay()
+
+    def _goes_on(self, item: ScheduledRequest) -> bool:
+        request = item.request
+        row = sampler_row(request)
+        is_best = request.params.is_greedy and row.is_plain and request.params.logprobs is None
+        room = len(request.block_table) * self.cache.layout.block_size
+        ends = len(request.output_token_ids) + 1 >= request.max_tokens
+        return item.num_tokens == 1 and item.samples and is_best and item.start + 1 < room and not ends
+
+    def _is_under_way(self, items: Sequence[ScheduledRequest]) -> bool:
+        """Whether this is the step that was started ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or len(ahead) != len(items):
+            return False
+        asked = [(item.request, item.start, item.request.token_ids[-1]) for item in items]
+        return asked == ahead and all(item.num_tokens == 1 for item in items)
 
     # Recorded steps
 
@@ -151,6 +193,9 @@ class CudaExecutor:
         if key not in self._graphs:
             self._graphs[key] = self._record(size, queries)
         graph, inputs = self._graphs[key]
+        if self._unread:  # the host's side of the inputs may still be on its way
+            torch.cuda.current_stream(self._memory).synchronize()
+        self._unread, self._step_items = True, items
         self._fill(inputs, items, size, queries)
         inputs.device.copy_(inputs.host, non_blocking=True)
         graph.replay()
@@ -171,11 +216,13 @@ class CudaExecutor:
         rows = size * queries
         ids, positions, slots = inputs.tokens.unbind(0)
         sequences = Sequences(positions=positions, slots=slots, tables=inputs.tables, queries=queries)
-        buffers = self._buffers.first(rows)
+        buffers = self._decoder.part_of(self._buffers, rows)
         self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.normed)
         self._decoder.logits(buffers.normed, self._all_logits[:rows])
         self._decoder.choose(self._all_logits[:rows], self._vocab_size, self._all_best[:rows])
         self._host_best[:rows].copy_(self._all_best[:rows], non_blocking=True)
+        if queries == 1:
+            self._decoder.advance(self._all_best[:rows], inputs.tokens, inputs.tables, inputs.num_blocks)
 
     def _inputs(self, size: int, queries: int) -> _Inputs:
         rows = size * queries
@@ -222,10 +269,7 @@ class CudaExecutor:
             groups.append(self._group(list(members), row, flat))
             row = groups[-1].rows.stop
         decoder, config = self._decoder, self._decoder.config
-        if row <= MOST_ROWS:
-            buffers = self._buffers.first(row)
-        else:
-            buffers = Buffers.empty(config, row, decoder.dtype, self._memory)
+        buffers = decoder.part_of(self._buffers, row) if row <= MOST_ROWS else decoder.buffers(row)
         everyone = Sequences(positions=flat[1], slots=flat[2], tables=groups[0].sequences.tables, queries=1)
         hidden = torch.empty(row, config.hidden_size, dtype=decoder.dtype, device=self._memory)
         self._hidden = Activations(hidden, row, 0)

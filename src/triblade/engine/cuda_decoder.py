@@ -51,34 +51,15 @@ class Buffers:
     mixed: Activations  # [T, H * D]
     inner: Activations  # [T, I]
 
-    @classmethod
-    def empty(cls, config: ModelConfig, tokens: int, dtype: torch.dtype, memory: torch.device) -> Buffers:
-        """Room for `tokens`."""
-
-        def rows(width: int) -> Tensor:
-            return torch.empty(tokens, width, dtype=dtype, device=memory)
-
-        def inputs(width: int) -> Activations:
-            return Activations.empty(tokens, width, dtype, memory)
-
-        return cls(
-            x=rows(config.hidden_size),
-            projected=rows(config.hidden_size if config.post_norms else 0),
-            qkv=rows(config.q_size + 2 * config.kv_size),
-            normed=inputs(config.hidden_size),
-            mixed=inputs(config.q_size),
-            inner=inputs(config.intermediate_size),
-        )
-
-    def first(self, tokens: int) -> Buffers:
+    def first(self, tokens: int, tiles: int) -> Buffers:
         """The same memory for fewer tokens."""
         return Buffers(
             x=self.x[:tokens],
             projected=self.projected[:tokens],
             qkv=self.qkv[:tokens],
-            normed=self.normed.first(tokens),
-            mixed=self.mixed.first(tokens),
-            inner=self.inner.first(tokens),
+            normed=self.normed.first(tokens, tiles),
+            mixed=self.mixed.first(tokens, tiles),
+            inner=self.inner.first(tokens, tiles),
         )
 
 
@@ -122,6 +103,26 @@ class CudaDecoder:
         layers = [m for layer in self.weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return [*layers, self.weights.head]
 
+    def buffers(self, tokens: int) -> Buffers:
+        """Room for a step of `tokens`."""
+        config, inputs = self.config, self._linear.inputs
+
+        def rows(width: int) -> Tensor:
+            return torch.empty(tokens, width, dtype=self.dtype, device=self.memory)
+
+        return Buffers(
+            x=rows(config.hidden_size),
+            projected=rows(config.hidden_size if config.post_norms else 0),
+            qkv=rows(config.q_size + 2 * config.kv_size),
+            normed=inputs(tokens, config.hidden_size),
+            mixed=inputs(tokens, config.q_size),
+            inner=inputs(tokens, config.intermediate_size),
+        )
+
+    def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
+        """The same memory for a smaller step."""
+        return buffers.first(tokens, self._linear.tiles(tokens))
+
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""
         group = self.config.num_heads // self.config.num_kv_heads
@@ -147,7 +148,7 @@ class CudaDecoder:
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
         picked = hidden.values[rows]
-        inputs = Activations.empty(len(picked), picked.shape[1], self.dtype, self.memory)
+        inputs = self._linear.inputs(len(picked), picked.shape[1])
         self._vectors.arrange(picked, inputs)
         return inputs
 

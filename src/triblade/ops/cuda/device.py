@@ -29,8 +29,6 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 class Device(Protocol):
     """Where kernels run."""
 
-    multiprocessors: int
-
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         """A kernel of a source file with constants compiled in; compiled once."""
         ...
@@ -99,7 +97,6 @@ class CudaDevice:
             ) from error
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
         self._codes: dict[_Source, bytes] = {}
         self._kernels: dict[tuple[_Source, str], _Kernel] = {}

@@ -7,7 +7,11 @@ a fixed order. Knows no model. Invariant: a scratch buffer is used by one produc
 from __future__ import annotations
 
 import ctypes
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +23,12 @@ from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 
 TOKEN_TILE = 8  # the narrow side of the matrix instruction
 MOST_TOKENS = 64  # of one launch of the streaming kernel
-STREAMED_TOKENS = 128  # at most; beyond, spelling the weights out once costs less than reading them again
+# Up to so many tokens weights are streamed. Beyond, spelling packed weights out once costs less than reading them again, and for
+# dense ones the library is as fast.
+STREAMED_TOKENS = 128
+STREAMED_TOKENS_DENSE = 16
 SHARED_BYTES = 48 * 1024
 MOST_SETS = 16384  # of rows that share a counter
-
-
-def token_tiles(tokens: int) -> int:
-    """How many tokens' inputs lie together (in tiles of 8) for a product of so many: 1, 2, 4 or 8; 0: row after row."""
-    if tokens > STREAMED_TOKENS:
-        return 0
-    return 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,14 @@ class Activations:
     tiles: int
 
     @classmethod
-    def empty(cls, tokens: int, width: int, dtype: torch.dtype, memory: torch.device) -> Activations:
+    def empty(cls, tokens: int, width: int, tiles: int, dtype: torch.dtype, memory: torch.device) -> Activations:
         """Room for `tokens`."""
-        tiles = token_tiles(tokens)
         slab = max(1, TOKEN_TILE * tiles)
         return cls(torch.zeros(-(-tokens // slab) * slab, width, dtype=dtype, device=memory), tokens, tiles)
 
-    def first(self, tokens: int) -> Activations:
+    def first(self, tokens: int, tiles: int) -> Activations:
         """The same memory for fewer tokens."""
-        return Activations(self.values, tokens, token_tiles(tokens))
+        return Activations(self.values, tokens, tiles)
 
     def slab(self, number: int) -> int:
         """Address of the inputs of tokens [64 number, 64 (number + 1))."""
@@ -64,7 +63,7 @@ class Tiling:
     warps_along_rows: int
     warps_along_inputs: int
     depth: int  # chunks in flight per warp
-    blocks: int  # per multiprocessor
+    blocks: int  # that should fit a multiprocessor, which bounds registers
     splits: int  # blocks along inputs
 
     @property
@@ -76,17 +75,33 @@ class Tiling:
         return self.row_tiles * self.warps_along_rows
 
 
-def tiling(matrix: DeviceMatrix, tokens: int) -> Tiling:
-    """How to multiply `tokens` (1 to 64) rows with a matrix."""
-    tiles, columns = -(-matrix.rows // TILE_ROWS), token_tiles(tokens)
+@cache
+def _measured(capability: int) -> Mapping[str, tuple[int, ...]]:
+    """Tilings that were the fastest of many on such a device, by `_key`; see `benchmarks/gpu_kernels.py`."""
+    file = resources.files("triblade.ops.cuda") / f"tilings_sm{capability}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def key_of(matrix: DeviceMatrix, columns: int) -> str:
+    """What a measured tiling is for: the matrix and tiles of 8 tokens."""
+    return f"{matrix.bits} bits g{matrix.group} {matrix.rows}x{matrix.inputs} {'gated ' if matrix.is_gated else ''}t{columns}"
+
+
+def tiling(matrix: DeviceMatrix, columns: int, capability: int = 90) -> Tiling:
+    """How to multiply 8 `columns` (1, 2, 4 or 8) tokens with a matrix: as measured for its size, else a rule made from that."""
+    measured = _measured(capability).get(key_of(matrix, columns))
+    if measured is not None:
+        return Tiling(*measured)
+    tiles = -(-matrix.rows // TILE_ROWS)
     units = matrix.inputs // max(CHUNK, matrix.group)  # what the inputs can be cut into
     if columns <= 2:
-        warps = 4 if tiles >= 1024 else 8 if units >= 8 and tiles >= 256 else 16
-        warps = _at_most(min(warps, units))
+        warps = _at_most(min(4 if tiles >= 1024 else 8 if tiles >= 256 else 16, units))
         return Tiling(1, columns, 1, warps, 2, max(1, 24 // warps), 1)
+    along_rows = 2 if tiles >= 512 else 1
+    warps = _at_most(min(4 // along_rows, units))
     row_tiles = 2 if tiles >= 1024 else 1
-    warps = _at_most(min(4, units))
-    return Tiling(row_tiles, columns, 1, warps, 2, max(1, 12 // warps), 1 if tiles >= 1024 else min(2, units // warps))
+    splits = _at_most(min(2, units // warps)) if tiles < 512 else 1
+    return Tiling(row_tiles, columns, along_rows, warps, 2, 1, splits)
 
 
 def _at_most(number: int) -> int:
@@ -129,17 +144,30 @@ class LinearKernels:
         self._dtype = dtype
         self._memory = memory
         self._partial = torch.empty(0, device=memory)
+        self.streamed_tokens = STREAMED_TOKENS
         self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
 
     def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
         partial, dense = 0, 0
+        if all(matrix.bits == DENSE_BITS for matrix in matrices):
+            self.streamed_tokens = STREAMED_TOKENS_DENSE
         for matrix in matrices:
-            partial = max(partial, *(partial_numbers(matrix, tiling(matrix, tokens)) for tokens in (1, 16, 32, 64)))
+            partial = max(partial, *(partial_numbers(matrix, tiling(matrix, columns)) for columns in (1, 2, 4, 8)))
             dense = max(dense, matrix.rows * matrix.inputs if matrix.bits != DENSE_BITS else 0)
         self._partial = torch.empty(partial, dtype=torch.float32, device=self._memory)
         self._dense = torch.empty(dense, dtype=self._dtype, device=self._memory)
+
+    def tiles(self, tokens: int) -> int:
+        """How many tokens' inputs lie together (in tiles of 8) for products of so many: 1, 2, 4 or 8; 0: row after row."""
+        if tokens > self.streamed_tokens:
+            return 0
+        return 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
+
+    def inputs(self, tokens: int, width: int) -> Activations:
+        """Room for the inputs of a product."""
+        return Activations.empty(tokens, width, self.tiles(tokens), self._dtype, self._memory)
 
     def multiply(
         self,
@@ -157,7 +185,7 @@ class LinearKernels:
             values = out.values if isinstance(out, Activations) else out
             self._multiply_many(x.values[: x.tokens], matrix, values[: x.tokens], residual, activation)
             return
-        cut = tiling(matrix, x.tokens)
+        cut = tiling(matrix, x.tiles)
         for slab in range(-(-x.tokens // MOST_TOKENS)):
             self.stream(cut, x, matrix, out, residual=residual, activation=activation, slab=slab)
 
@@ -191,8 +219,7 @@ class LinearKernels:
             pointer(self._counters),
             ctypes.c_int(part.stop - part.start),
         )
-        resident = max(1, self._device.multiprocessors * cut.blocks // cut.splits)
-        self._device.launch(kernel, (min(sets, resident), cut.splits, 1), cut.threads, arguments)
+        self._device.launch(kernel, (sets, cut.splits, 1), cut.threads, arguments)
 
     def dequantize(self, matrix: DeviceMatrix) -> Tensor:
         """The matrix [N, in] in the activations' type; in the scratch buffer, so good until the next call."""

@@ -79,6 +79,17 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// (a & MASK) | b in one instruction: the compiler makes two of it when both are constants.
+template <u32 MASK>
+DEVICE u32 and_or(u32 a, u32 b) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(MASK), "r"(b));
+  return result;
+}
+
+// A number that is the same in all threads of a warp, so that the compiler knows.
+DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // Bytes of {a, b} (a is bytes 0 to 3) picked by the four nibbles of `order`.
 DEVICE u32 permute(u32 a, u32 b, u32 order) { return __byte_perm(a, b, order); }
 

@@ -8,8 +8,8 @@
 // A warp walks over chunks of 64 inputs. The matrix instruction does not care in which order inputs are summed, as long as both
 // operands agree: input 32 h + 8 t + j of a chunk belongs to lane t of each four. Codes and activations lie in memory in the order of
 // the instruction's registers (ops/cuda/packing.py; `unit_at` in device.cuh): 16 bytes per lane and load, 512 in a row per warp.
-// Blocks stay and take one set of rows after the other; the loads of the next set begin before the sums of this one are done. Sums
-// over warps and over blocks are taken in a fixed order, so the result does not depend on timing.
+// Loads of codes begin before the kernel waits for its predecessor. Sums over warps and over blocks are taken in a fixed order, so the
+// result does not depend on timing.
 
 #define CHUNK 64
 #define UNIT (BITS == 16 || GROUP <= CHUNK ? 1 : GROUP / CHUNK)  // chunks that end with a scale
@@ -18,7 +18,6 @@
 #define STEPS (CHUNK / 16)
 #define THREADS (32 * WM * WK)
 #define SCALED_WEIGHTS (BITS != 16 && NT >= 4)  // many tokens: scale the weights, not the sums
-#define TOKEN_DEPTH 1  // chunks of activations in flight: they come from a cache
 
 constexpr bool F16 = FLOAT16;
 
@@ -44,31 +43,78 @@ DEVICE int stored_row(const Matrix& m, int tile, int row) {
   return found < m.rows ? found : m.rows - 1;
 }
 
-DEVICE void load_chunk(Fragments& f, const Matrix& m, int first_tile, int tiles, int chunk, bool begins_unit) {
+// Where a lane's next codes and scales of its tiles are.
+struct Source {
+#if BITS == 16
+  const u32x4* codes[ROWS][2];  // rows g and g + 8
+#else
+  const u32x4* codes[ROWS];
+  const u32* scales[ROWS];
+#if OFFSETS
+  const u32* offsets[ROWS];
+#endif
+#endif
+};
+
+DEVICE Source source_of(const Matrix& m, int first_tile, int tiles, int chunk) {
   const int lane = threadIdx.x & 31, chunks = m.inputs / CHUNK;
+  Source source;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const int tile = first_tile + r < tiles ? first_tile + r : tiles - 1;
 #if BITS == 16
 #pragma unroll
-    for (int j = 0; j < LOADS; j++) {  // j & 1: rows g, g + 8; j >> 1: half of the chunk
-      const u64 row = stored_row(m, tile, (lane >> 2) + 8 * (j & 1));
-      f.codes[r][j] = load_once(m.codes + (row * m.inputs + chunk * CHUNK + 32 * (j >> 1)) / 8 + (lane & 3));
+    for (int half = 0; half < 2; half++) {
+      const u64 row = stored_row(m, tile, (lane >> 2) + 8 * half);
+      source.codes[r][half] = m.codes + (row * m.inputs + chunk * CHUNK) / 8 + (lane & 3);
     }
 #else
-    const u32x4* codes = m.codes + ((u64)tile * chunks + chunk) * LOADS * 32 + lane;
+    source.codes[r] = m.codes + ((u64)tile * chunks + chunk) * LOADS * 32 + lane;
+    const u64 group = ((u64)tile * (m.inputs / GROUP) + chunk * CHUNK / GROUP) * 8 + (lane >> 2);
+    source.scales[r] = m.scales + group;
+#if OFFSETS
+    source.offsets[r] = m.offsets + group;
+#endif
+#endif
+  }
+  return source;
+}
+
+// Chunk `number` from a source on; `number` is known to the compiler, so that it becomes part of the instruction.
+DEVICE void load_chunk(Fragments& f, const Source& source, int number) {
 #pragma unroll
-    for (int j = 0; j < LOADS; j++) f.codes[r][j] = load_once(codes + j * 32);
-    if (begins_unit) {
-      const u64 group = (u64)tile * (m.inputs / GROUP) + chunk * CHUNK / GROUP;
+  for (int r = 0; r < ROWS; r++) {
+#if BITS == 16
+#pragma unroll
+    for (int j = 0; j < LOADS; j++)  // j & 1: rows g, g + 8; j >> 1: half of the chunk
+      f.codes[r][j] = load_once(source.codes[r][j & 1] + number * (CHUNK / 8) + 4 * (j >> 1));
+#else
+#pragma unroll
+    for (int j = 0; j < LOADS; j++) f.codes[r][j] = load_once(source.codes[r] + (number * LOADS + j) * 32);
+    if (number % UNIT == 0) {
 #pragma unroll
       for (int n = 0; n < SCALES; n++) {
-        f.scales[r][n] = load_once(m.scales + (group + n) * 8 + (lane >> 2));
+        f.scales[r][n] = load_once(source.scales[r] + (number / UNIT * SCALES + n) * 8);
 #if OFFSETS
-        f.offsets[r][n] = load_once(m.offsets + (group + n) * 8 + (lane >> 2));
+        f.offsets[r][n] = load_once(source.offsets[r] + (number / UNIT * SCALES + n) * 8);
 #endif
       }
     }
+#endif
+  }
+}
+
+DEVICE void advance(Source& source, int chunks) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+#if BITS == 16
+    source.codes[r][0] += chunks * (CHUNK / 8), source.codes[r][1] += chunks * (CHUNK / 8);
+#else
+    source.codes[r] += chunks * LOADS * 32;
+    source.scales[r] += chunks / UNIT * SCALES * 8;
+#if OFFSETS
+    source.offsets[r] += chunks / UNIT * SCALES * 8;
+#endif
 #endif
   }
 }
@@ -86,7 +132,7 @@ DEVICE void weights_of_step(u32 (&a)[4], const u32x4 (&codes)[LOADS], int s) {
   const u32 magic = F16 ? 0x64006400u : 0x43004300u, one = F16 ? 0x3c003c00u : 0x3f803f80u;
   const u32 zero = F16 ? (OFFSETS ? 0xe400e400u : 0xe408e408u) : (OFFSETS ? 0xc300c300u : 0xc308c308u);
 #pragma unroll
-  for (int i = 0; i < 4; i++) a[i] = fma2<F16>(((word >> (4 * i)) & 0x000f000fu) | magic, one, zero);
+  for (int i = 0; i < 4; i++) a[i] = fma2<F16>(and_or<0x000f000fu>(word >> (4 * i), magic), one, zero);
 #else
   // Bytes 2 i and 2 i + 1 of the eight of a step become a[i], by way of 2^23 + code.
   const float zero = 8388608.0f + (OFFSETS ? 0.0f : 128.0f);
@@ -147,12 +193,12 @@ DEVICE void finish(const Output& out, const Matrix& m, int tile, int nt, int tok
   }
 }
 
-// x in tiles: see `unit_at`.
-DEVICE void load_tokens(u32x4 (&b)[NT][2], const u32x4* x, int chunk) {
+// A lane's part of chunk `number` from x on; x in tiles (see `unit_at`).
+DEVICE void load_tokens(u32x4 (&b)[NT][2], const u32x4* x, int number) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int h = 0; h < 2; h++) b[n][h] = x[((chunk * NT + n) * 2 + h) * 32 + (threadIdx.x & 31)];
+    for (int h = 0; h < 2; h++) b[n][h] = x[((number * NT + n) * 2 + h) * 32];
 }
 
 // Scales (and offsets) of the rows g and g + 8 as pairs of equal numbers, and the weights of a step with them.
@@ -289,55 +335,47 @@ DEVICE bool sum_over_blocks(Sums& sums, f32x4* partial, u32* counter, int first_
   return true;
 }
 
-// Grid: any number of blocks, each of which takes sets of WM * ROWS tiles of rows; splits of the inputs. `partial` and `counters` (a
-// zero per set) are needed for more than one split.
+// Grid: sets of WM * ROWS tiles of rows, splits of the inputs. `partial` and `counters` (a zero per set) are needed for more than one
+// split.
 KERNEL __launch_bounds__(THREADS, BLOCKS) linear(Matrix m, const u32x4* x, Output out, f32x4* partial, u32* counters, int tokens) {
-  SHARED f32x4 shared[2][WK > 1 ? (WK - 1) * WM * ROWS * NT * 32 : 1];
-  const int warp = threadIdx.x / 32, wm = warp % WM, wk = warp / WM;
-  const int units = m.inputs / CHUNK / UNIT, tiles = (m.rows + 15) / 16, sets = (tiles + WM * ROWS - 1) / (WM * ROWS);
+  SHARED f32x4 shared[WK > 1 ? (WK - 1) * WM * ROWS * NT * 32 : 1];
+  const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32), wm = warp % WM, wk = warp / WM;
+  const int units = m.inputs / CHUNK / UNIT, tiles = (m.rows + 15) / 16, first_tile = (blockIdx.x * WM + wm) * ROWS;
   const int part = blockIdx.y * WK + wk, parts = gridDim.y * WK;
-  const int begin = units * part / parts * UNIT, end = units * (part + 1) / parts * UNIT;
+  const int begin = units * part / parts * UNIT, count = units * (part + 1) / parts * UNIT - begin;
 
+  Source source = source_of(m, first_tile, tiles, begin);
   Fragments ahead[DEPTH];
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
-    if (begin + d < end) load_chunk(ahead[d], m, (blockIdx.x * WM + wm) * ROWS, tiles, begin + d, d % UNIT == 0);
+    if (d < count) load_chunk(ahead[d], source, d);
   let_next_start();
   wait_for_previous();
-  u32x4 b[TOKEN_DEPTH][NT][2];
-#pragma unroll
-  for (int d = 0; d < TOKEN_DEPTH; d++)
-    if (begin + d < end) load_tokens(b[d], x, begin + d);
+  x += (u64)begin * NT * 64 + lane;
+  u32x4 b[NT][2];
+  if (count > 0) load_tokens(b, x, 0);
 
-  int turn = 0;
-  for (int set = blockIdx.x; set < sets; set += gridDim.x, turn ^= 1) {
-    const int first_tile = (set * WM + wm) * ROWS, next_set = set + gridDim.x;
-    Sums sums = {};
+  Sums sums = {};
+  for (int base = 0; base < count; base += DEPTH) {
     Fragments scaled;
-    for (int base = begin; base < end; base += DEPTH) {
 #pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        const int chunk = base + d;
-        if (chunk >= end) break;
-        if (d % UNIT == 0) scaled = ahead[d];
-        add_chunk(sums, ahead[d], scaled, b[d % TOKEN_DEPTH], d % UNIT == UNIT - 1);
-        // The next chunk that comes to this place: of these rows, or of the next ones.
-        if (chunk + DEPTH < end) load_chunk(ahead[d], m, first_tile, tiles, chunk + DEPTH, d % UNIT == 0);
-        else if (next_set < sets) load_chunk(ahead[d], m, (next_set * WM + wm) * ROWS, tiles, begin + d, d % UNIT == 0);
-        if (chunk + TOKEN_DEPTH < end) load_tokens(b[d % TOKEN_DEPTH], x, chunk + TOKEN_DEPTH);
-      }
+    for (int d = 0; d < DEPTH; d++) {
+      if (base + d >= count) break;
+      if (d % UNIT == 0) scaled = ahead[d];
+      add_chunk(sums, ahead[d], scaled, b, d % UNIT == UNIT - 1);
+      if (base + d + DEPTH < count) load_chunk(ahead[d], source, d + DEPTH);
+      if (base + d + 1 < count) load_tokens(b, x, d + 1);
     }
-    if (next_set < sets)
-#pragma unroll
-      for (int d = 0; d < TOKEN_DEPTH; d++)
-        if (begin + d < end) load_tokens(b[d], x, begin + d);
-    if (WK > 1) sum_over_warps(sums, shared[turn]);
-    if (gridDim.y > 1 && !sum_over_blocks(sums, partial, counters + set, first_tile, tiles, wk == 0)) continue;
-    if (wk > 0) continue;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-        if (first_tile + r < tiles && n * 8 < tokens) finish(out, m, first_tile + r, n, tokens, sums.total[r][n]);
+    advance(source, DEPTH);
+    x += DEPTH * NT * 64;
   }
+
+  if (WK > 1) sum_over_warps(sums, shared);
+  if (gridDim.y > 1 && !sum_over_blocks(sums, partial, counters + blockIdx.x, first_tile, tiles, wk == 0)) return;
+  if (wk > 0) return;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      if (first_tile + r < tiles && n * 8 < tokens) finish(out, m, first_tile + r, n, tokens, sums.total[r][n]);
 }
