@@ -24,33 +24,11 @@ from torch import Tensor
 from triblade.config import EngineConfig
 from triblade.engine.build import assemble
 from triblade.engine.engine import Engine
-from triblade.models.checkpoint import Checkpoint
 from triblade.models.loader import open_model
-from triblade.quant.packed_weights import group_for
-from triblade.quant.rtn import round_to_nearest
+from triblade.quant.rounded_checkpoint import RoundedCheckpoint
 from triblade.sampling_params import SamplingParams
 
 CONTEXT, ROWS = 1024, 32
-TABLE_BITS = 8  # embedding and head
-
-
-class RoundedCheckpoint:
-    """A checkpoint whose matrices were rounded to nearest, as numbers."""
-
-    def __init__(self, checkpoint: Checkpoint, bits: int) -> None:
-        self._checkpoint = checkpoint
-        self._bits = bits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._checkpoint, name)
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as the kernels multiply it."""
-        tensor = self._checkpoint.tensor(name)
-        if tensor.ndim != 2:
-            return tensor
-        bits = max(self._bits, TABLE_BITS) if "embed_tokens" in name or "lm_head" in name else self._bits
-        return round_to_nearest(tensor, bits, group_for(tensor.shape[1])).dequantize()
 
 
 @dataclass
@@ -136,8 +114,10 @@ def all_logits(engine: Engine, ids: Sequence[int]) -> Iterator[Tensor]:
         executor.forward(items.scheduled)
         tokens = items.scheduled[0].num_tokens
         for row in range(0, tokens, ROWS):
-            yield executor.logits(range(row, min(row + ROWS, tokens))).clone()
-        engine.scheduler.update(items)
+            logits = executor.score(range(row, min(row + ROWS, tokens)), with_logits=True).logits
+            assert logits is not None
+            yield logits.clone()
+        engine.scheduler.update(items.scheduled[0])
         if items.scheduled[0].samples:
             break
     engine.abort(requests)

@@ -77,8 +77,8 @@ struct Queries {
   int first_key[kMaxRows];  // the first one
   float scale[kMaxRows];    // of the int8 codes, times the attention scale
   int32_t sum[kMaxRows];    // of the codes
-  alignas(64) int8_t codes[kMaxRows * kMaxHeadDim];
-  alignas(64) uint16_t halves[kMaxRows * kMaxHeadDim];
+  int8_t* codes;            // [R, D]
+  uint16_t* halves;         // [R, D]
 };
 
 // The first key that the query at a position sees.
@@ -116,38 +116,131 @@ struct Keys {
   const uint16_t* value_scales(int key, int head) const { return cache.scale_tile(cache.value_scales, block(key), tile(key), head); }
 };
 
-// The piece of keys and values that is attended to next. Blocks lie a whole row apart, where the processor does not look ahead by
-// itself, so the lines are fetched one by one while the piece before is worked on; in the order of memory, all heads of a tile
-// together, which is much faster than head after head.
-class Upcoming {
- public:
-  Upcoming() = default;
+// One item: which rows of the step are its queries, and which keys they see.
+struct ItemView {
+  const AttentionItem& item;
+  const AttentionShape& shape;
+  const Sequences& sequences;
+  const Keys keys;
 
-  // Keys [begin, end) of some heads, to be fetched within `steps` steps.
-  Upcoming(const Keys& keys, int head_begin, int head_end, int begin, int end, int steps) {
-    bytes_ = (head_end - head_begin) * keys.tile_bytes();
-    for (int key = begin; key < end; key += kTile) {
-      runs_[count_++] = keys.keys(key, head_begin);
-      runs_[count_++] = keys.values(key, head_begin);
-      if (keys.cache.cache == Cache::kInt8) prefetch(keys.key_scales(key, head_begin)), prefetch(keys.value_scales(key, head_begin));
+  ItemView(const AttentionItem& item, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache)
+      : item(item), shape(shape), sequences(sequences), keys{cache, sequences.tables[item.sequence]} {}
+
+  int heads() const { return item.head_end - item.head_begin; }
+  int per_group() const { return shape.heads / shape.kv_heads; }
+  int rows() const { return (item.query_end - item.query_begin) * per_group(); }  // of one head
+  int token(int row) const { return item.query_begin + row / per_group(); }
+  int first_row() const { return sequences.first_row[item.sequence]; }
+  int position(int token) const {
+    return sequences.length[item.sequence] - (sequences.first_row[item.sequence + 1] - first_row()) + token;
+  }
+  // Where a row lies in [T, H].
+  int64_t place(int head, int row) const {
+    return static_cast<int64_t>(first_row() + token(row)) * shape.heads + head * per_group() + row % per_group();
+  }
+  // The keys of a piece that some query of [begin, end) sees. Chunks begin at multiples of their size whatever is computed beside,
+  // so that a row's bits never depend on it.
+  Share keys_of(int piece, int query_begin, int query_end) const {
+    const int first = first_key_of(position(query_begin), shape) / kKeyChunk * kKeyChunk;
+    return {std::max(piece * kPieceKeys, first), std::min((piece + 1) * kPieceKeys, position(query_end - 1) + 1)};
+  }
+  void load(Queries& q, const float* qkv, int head, int first, int rows) const {
+    const int width = shape.heads + 2 * shape.kv_heads;
+    q.rows = 0;
+    for (int r = first; r < first + rows; r++) {
+      const int64_t row = static_cast<int64_t>(first_row() + token(r)) * width + head * per_group() + r % per_group();
+      load_query(q, qkv + row * shape.head_dim, shape, keys.cache.cache, position(token(r)));
     }
-    lines_per_step_ = (count_ * (bytes_ / 64) + steps - 1) / std::max(steps, 1);
+  }
+};
+
+// What an item reads next, fetched a fixed distance ahead of where it is. Blocks lie a whole row apart, where the processor does not
+// look ahead by itself, so the lines are named one by one: as many at each step as are used up by it, since a burst of them is dropped.
+// In the order of memory, all heads of a tile together, which is much faster than head after head.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const ItemView& item, const ItemView* next) : view_(&item), next_(next), piece_(item.item.piece_begin) { open(); }
+
+  // How far: the heads of `kUnit` keys are worked on one after the other.
+  static int lines(const ItemView& view) {
+    const int unit = view.heads() * view.keys.tile_bytes() * (kUnit / kTile);
+    return std::max(kAheadBytes, unit + unit / 2) / kLine;
   }
 
-  void step() {
-    if (next_ == count_) return;
-    for (int i = 0; i < lines_per_step_; i++) {
-      prefetch(runs_[next_] + offset_);
-      offset_ += 64;
-      if (offset_ < bytes_) continue;
-      offset_ = 0;
-      if (++next_ == count_) return;
+  void step(int lines) {
+    while (lines > left_) {
+      for (; left_ > 0; left_--, lines--, at_ += kLine) prefetch(at_);
+      next_run();
+      if (!view_) return;
     }
+    for (int i = 0; i < lines; i++) prefetch(at_ + i * kLine);
+    at_ += lines * kLine, left_ -= lines;
+  }
+
+  // Lines that were fetched already.
+  void skip(int lines) {
+    for (; lines > left_; next_run()) {
+      if (!view_) return;
+      lines -= left_;
+    }
+    at_ += lines * kLine, left_ -= lines;
   }
 
  private:
-  int bytes_ = 0, lines_per_step_ = 0, count_ = 0, next_ = 0, offset_ = 0;
-  const uint8_t* runs_[2 * kPieceKeys / kTile];
+  static constexpr int kLine = 64, kAheadBytes = 24 << 10;
+  struct Run {
+    const uint8_t* start;
+    const uint16_t* scales;
+  };
+
+  void next_run() {
+    left_ = 0;
+    if (!view_) return;
+    if (++run_ == count_) return piece_++, open();
+    begin();
+  }
+
+  void begin() {
+    at_ = runs_[run_].start, left_ = run_lines_;
+    const uint16_t* scales = runs_[run_].scales;
+    if (scales) prefetch(scales), prefetch(scales + view_->heads() * kTile - 1);
+  }
+
+  // The runs of the piece, or of the first one after it that has keys to see.
+  void open() {
+    for (;; piece_++) {
+      if (piece_ == view_->item.piece_end) {
+        view_ = next_, next_ = nullptr;
+        if (!view_) return;
+        piece_ = view_->item.piece_begin;
+      }
+      run_ = count_ = 0;
+      list(view_->keys_of(piece_, view_->item.query_begin, view_->item.query_end));
+      if (count_ == 0) continue;
+      run_lines_ = view_->heads() * view_->keys.tile_bytes() / kLine;
+      return begin();
+    }
+  }
+
+  void list(Share range) {
+    const Keys& keys = view_->keys;
+    const int head = view_->item.head_begin;
+    const bool scaled = keys.cache.cache == Cache::kInt8;
+    for (int chunk = range.begin; chunk < range.end; chunk += kKeyChunk) {
+      const int stop = std::min(range.end, chunk + kKeyChunk);
+      for (int key = chunk; key < stop; key += kTile) runs_[count_++] = {keys.keys(key, head), keys.key_scales(key, head)};
+      for (int key = chunk; key < stop; key += kTile) {
+        runs_[count_++] = {keys.values(key, head), scaled ? keys.value_scales(key, head) : nullptr};
+      }
+    }
+  }
+
+  const ItemView *view_ = nullptr, *next_ = nullptr;
+  const uint8_t* at_ = nullptr;
+  int left_ = 0;  // lines of the run
+  int piece_ = 0, run_ = 0, count_ = 0, run_lines_ = 0;
+  Run runs_[2 * kPieceKeys / kTile];
 };
 
 // Online softmax (Milakov and Gimelshein 2018) of some rows: highest score, sum of weights, weighted values.
@@ -165,14 +258,14 @@ struct Accumulator {
 // Scores of R queries against T tiles of 16 keys, unmasked: scores[t] [R]. Several tiles share what is read of a query.
 template <int R, int T, class Dim>
 inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, const uint16_t* const* key_scales, Dim dim,
-                        Upcoming& next, F (*scores)[kMaxRows]) {
+                        Ahead& ahead, F (*scores)[kMaxRows]) {
   if (key_scales[0]) {
     I total[T][R];
     for (int t = 0; t < T; t++) {
       for (int r = 0; r < R; r++) total[t][r] = set_int(-128 * q.sum[r0 + r]);
     }
     for (int d = 0; d < dim; d += 4) {
-      next.step();
+      if (r0 == 0) ahead.step(T);
       B tile[T];
       for (int t = 0; t < T; t++) tile[t] = flip_signs(load_bytes(keys[t] + d * kTile));
       for (int r = 0; r < R; r++) {
@@ -191,7 +284,7 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
     for (int r = 0; r < R; r++) total[t][r] = zero();
   }
   for (int d = 0; d < dim; d += 2) {
-    next.step();
+    if (r0 == 0) ahead.step(T);
     B tile[T];
     for (int t = 0; t < T; t++) tile[t] = load_bytes(keys[t] + d * 2 * kTile);
     for (int r = 0; r < R; r++) {
@@ -233,22 +326,22 @@ inline void put_scores(const Queries& q, const AttentionShape& shape, int key, c
   }
 }
 
-// Scores of all queries against the tiles of one chunk of keys, masked: scores [R, kKeyChunk].
+// Scores of all queries against some keys, masked: scores [R, kKeyChunk].
 template <class Dim>
-inline void score_chunk(const Queries& q, const Keys& keys, int head, const AttentionShape& shape, Dim dim, int begin, int end,
-                        Upcoming& next, float* scores) {
+inline void score_keys(const Queries& q, const Keys& keys, int head, const AttentionShape& shape, Dim dim, Share range, Ahead& ahead,
+                       float* scores) {
   constexpr int kTogether = 4;
   F tiles[kTogether][kMaxRows];
   const uint8_t* at[kTogether];
   const uint16_t* scales[kTogether];
-  for (int key = begin; key < end;) {
-    const bool together = key + kTogether * kTile <= end;
+  for (int key = range.begin; key < range.end;) {
+    const bool together = key + kTogether * kTile <= range.end;
     const int count = together ? kTogether : 1;
     for (int t = 0; t < count; t++) at[t] = keys.keys(key + t * kTile, head), scales[t] = keys.key_scales(key + t * kTile, head);
     in_groups(q.rows, [&](auto R, int r) {
-      together ? score_tiles<R(), kTogether>(q, r, at, scales, dim, next, tiles) : score_tiles<R(), 1>(q, r, at, scales, dim, next, tiles);
+      together ? score_tiles<R(), kTogether>(q, r, at, scales, dim, ahead, tiles) : score_tiles<R(), 1>(q, r, at, scales, dim, ahead, tiles);
     });
-    for (int t = 0; t < count; t++, key += kTile) put_scores(q, shape, key, tiles[t], scores + key - begin);
+    for (int t = 0; t < count; t++, key += kTile) put_scores(q, shape, key, tiles[t], scores + key - range.begin);
   }
 }
 
@@ -275,22 +368,22 @@ template <class Dim> inline bool weigh(float* scores, int count, Accumulator& ac
   return true;
 }
 
-// out[r] += weights x values of a chunk, bf16 values; W vectors of 16 columns from d on.
+// out[r] += weights x values of some keys, bf16 values; W vectors of 16 columns from d on.
 template <int R, int W, class Dim>
-inline void add_values_bf16(const float* weights, const Keys& keys, int head, int begin, int end, Dim dim, int d, Upcoming& next, float* out) {
+inline void add_values_bf16(const float* weights, const Keys& keys, int head, Share range, Dim dim, int d, Ahead* ahead, float* out) {
   F total[R][W];
   for (int r = 0; r < R; r++) {
     for (int w = 0; w < W; w++) total[r][w] = load(out + r * dim + d + w * kTile);
   }
-  for (int key = begin; key < end; key += kTile) {
+  for (int key = range.begin; key < range.end; key += kTile) {
     const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key, head)) + d;
-    const int count = std::min(kTile, end - key);  // what lies behind is of a former owner, and may be NaN
+    const int count = std::min(kTile, range.end - key);  // what lies behind is of a former owner, and may be NaN
     for (int i = 0; i < count; i++, values += dim) {
-      next.step();
+      if (ahead) ahead->step((W + 1) / 2);
       F value[W];
       for (int w = 0; w < W; w++) value[w] = load_bf16(values + w * kTile);
       for (int r = 0; r < R; r++) {
-        const F weight = set(weights[r * kKeyChunk + key - begin + i]);
+        const F weight = set(weights[r * kKeyChunk + key - range.begin + i]);
         for (int w = 0; w < W; w++) total[r][w] = fma(value[w], weight, total[r][w]);
       }
     }
@@ -300,31 +393,27 @@ inline void add_values_bf16(const float* weights, const Keys& keys, int head, in
   }
 }
 
-// The same with int8 values: weights are 8-bit codes in steps of their own.
+// sums[r] += codes x values of some keys, int8 values; exact, so that the order does not matter.
 template <int R, int W, class Dim>
-inline void add_values_int8(const uint8_t (*codes)[kKeyChunk], const float* step, const Keys& keys, int head, int begin, int end,
-                            Dim dim, int d, Upcoming& next, float* out) {
+inline void add_values_int8(const uint8_t* codes, const Keys& keys, int head, Share range, Dim dim, int d, Ahead* ahead, int32_t* sums) {
   I total[R][W];
   for (int r = 0; r < R; r++) {
-    for (int w = 0; w < W; w++) total[r][w] = set_int(0);
+    for (int w = 0; w < W; w++) total[r][w] = load_int(sums + r * dim + d + w * kTile);
   }
-  for (int key = begin; key < end; key += kTile) {
+  for (int key = range.begin; key < range.end; key += kTile) {
     const uint8_t* values = keys.values(key, head) + 4 * d;
     for (int i = 0; i < kTile; i += 4, values += 4 * dim) {
-      next.step();
+      if (ahead) ahead->step(W);
       B tile[W];
       for (int w = 0; w < W; w++) tile[w] = load_bytes(values + w * 64);
       for (int r = 0; r < R; r++) {
-        const uint8_t* four = codes[r] + key - begin + i;
+        const uint8_t* four = codes + r * kKeyChunk + key - range.begin + i;
         for (int w = 0; w < W; w++) total[r][w] = dot_signed(total[r][w], four, tile[w]);
       }
     }
   }
   for (int r = 0; r < R; r++) {
-    for (int w = 0; w < W; w++) {
-      float* at = out + r * dim + d + w * kTile;
-      store(at, fma(to_float(total[r][w]), set(step[r]), load(at)));
-    }
+    for (int w = 0; w < W; w++) store_int(sums + r * dim + d + w * kTile, total[r][w]);
   }
 }
 
@@ -342,185 +431,186 @@ inline float weight_codes(float* weights, const Keys& keys, int head, int begin,
   return largest / 255.0f;
 }
 
-template <int R, class Dim>
-inline void add_values(float* weights, const Keys& keys, int head, int begin, int end, Dim dim, Upcoming& next, float* out) {
-  constexpr int kTogether = 4;
-  int d = 0;
-  if (keys.cache.cache == Cache::kInt8) {
-    alignas(64) uint8_t codes[R][kKeyChunk];
-    float step[R];
-    for (int r = 0; r < R; r++) step[r] = weight_codes(weights + r * kKeyChunk, keys, head, begin, end, codes[r]);
-    for (; d + kTogether * kTile <= dim; d += kTogether * kTile) {
-      add_values_int8<R, kTogether>(codes, step, keys, head, begin, end, dim, d, next, out);
+// What belongs to one head of an item, in scratch.
+struct HeadSpace {
+  Queries queries;
+  float* scores;   // [R, kKeyChunk]: scores of a chunk of keys, then weights
+  uint8_t* codes;  // [R, kKeyChunk]: the weights in 8 bits, for int8 values
+  float steps[kMaxRows];
+  int32_t* sums;   // [R, D]: codes times values
+  Accumulator piece, joined;
+
+  HeadSpace(uint8_t* start, int dim) {
+    auto take = [&](auto** pointer, int64_t count) {
+      *pointer = reinterpret_cast<std::remove_reference_t<decltype(*pointer)>>(start);
+      start += (count * static_cast<int64_t>(sizeof(**pointer)) + 63) / 64 * 64;
+    };
+    start += (sizeof(HeadSpace) + 63) / 64 * 64;
+    take(&queries.codes, kMaxRows * dim), take(&queries.halves, kMaxRows * dim);
+    take(&scores, kMaxRows * kKeyChunk), take(&codes, kMaxRows * kKeyChunk), take(&sums, kMaxRows * dim);
+    for (Accumulator* part : {&piece, &joined}) {
+      take(&part->top, kMaxRows), take(&part->total, kMaxRows), take(&part->out, kMaxRows * dim);
     }
-    for (; d < dim; d += kTile) add_values_int8<R, 1>(codes, step, keys, head, begin, end, dim, d, next, out);
-    return;
   }
-  for (; d + kTogether * kTile <= dim; d += kTogether * kTile) {
-    add_values_bf16<R, kTogether>(weights, keys, head, begin, end, dim, d, next, out);
+};
+static_assert(sizeof(HeadSpace) <= kHeadSpaceBytes);
+
+// Weights of a chunk from its scores; for int8 values in codes as well.
+template <class Dim> inline void weigh_chunk(HeadSpace& head, const Keys& keys, int number, Share chunk, Dim dim) {
+  const int rows = head.queries.rows, padded = (chunk.end - chunk.begin + kTile - 1) / kTile * kTile;
+  for (int r = 0; r < rows; r++) {
+    float* scores = head.scores + r * kKeyChunk;
+    if (!weigh(scores, padded, head.piece, r, dim)) std::fill_n(scores, kKeyChunk, 0.0f);
+    if (keys.cache.cache != Cache::kInt8) continue;
+    head.steps[r] = weight_codes(scores, keys, number, chunk.begin, chunk.end, head.codes + r * kKeyChunk);
   }
-  for (; d < dim; d += kTile) add_values_bf16<R, 1>(weights, keys, head, begin, end, dim, d, next, out);
+  if (keys.cache.cache == Cache::kInt8) std::fill_n(head.sums, rows * dim, 0);
 }
 
-// The queries of one head against keys [begin, end) of one piece.
+// Add the values of some keys, which stand from `at` on in their chunk.
 template <class Dim>
-inline void attend_piece(const Queries& q, const Keys& keys, int head, const AttentionShape& shape, Dim dim, int begin, int end,
-                         Upcoming& next, Accumulator& acc, float* scores) {
-  acc.clear(q.rows, dim);
-  for (int chunk = begin; chunk < end; chunk += kKeyChunk) {
-    const int stop = std::min(end, chunk + kKeyChunk), padded = chunk + (stop - chunk + kTile - 1) / kTile * kTile;
-    score_chunk(q, keys, head, shape, dim, chunk, stop, next, scores);
-    for (int r = 0; r < q.rows; r++) {
-      if (!weigh(scores + r * kKeyChunk, padded - chunk, acc, r, dim)) std::fill_n(scores + r * kKeyChunk, kKeyChunk, 0.0f);
+inline void add_values(HeadSpace& head, const Keys& keys, int number, Share range, int at, Dim dim, Ahead& ahead) {
+  constexpr int kTogether = 4;
+  in_groups(head.queries.rows, [&](auto R, int r) {
+    Ahead* first = r == 0 ? &ahead : nullptr;  // the next rows read the same values again
+    int d = 0;
+    if (keys.cache.cache == Cache::kInt8) {
+      const uint8_t* codes = head.codes + r * kKeyChunk + at;
+      int32_t* sums = head.sums + r * dim;
+      for (; d + kTogether * kTile <= dim; d += kTogether * kTile) {
+        add_values_int8<R(), kTogether>(codes, keys, number, range, dim, d, first, sums);
+      }
+      for (; d < dim; d += kTile) add_values_int8<R(), 1>(codes, keys, number, range, dim, d, first, sums);
+      return;
     }
-    in_groups(q.rows, [&](auto R, int r) {
-      add_values<R()>(scores + r * kKeyChunk, keys, head, chunk, stop, dim, next, acc.out + r * dim);
-    });
+    const float* weights = head.scores + r * kKeyChunk + at;
+    float* out = head.piece.out + r * dim;
+    for (; d + kTogether * kTile <= dim; d += kTogether * kTile) {
+      add_values_bf16<R(), kTogether>(weights, keys, number, range, dim, d, first, out);
+    }
+    for (; d < dim; d += kTile) add_values_bf16<R(), 1>(weights, keys, number, range, dim, d, first, out);
+  });
+}
+
+template <class Dim> inline void add_sums(HeadSpace& head, Dim dim) {
+  for (int r = 0; r < head.queries.rows; r++) {
+    for (int d = 0; d < dim; d += kTile) {
+      float* at = head.piece.out + r * dim + d;
+      store(at, fma(to_float(load_int(head.sums + r * dim + d)), set(head.steps[r]), load(at)));
+    }
   }
 }
 
+// The heads of an item in scratch, one after the other.
+struct HeadSpaces {
+  uint8_t* start;
+  int64_t bytes;
+  HeadSpace& operator[](int head) const { return *reinterpret_cast<HeadSpace*>(start + head * bytes); }
+};
+
+// The queries of all heads of an item against some keys of one piece. The heads take turns every `kUnit` keys, so that what is read
+// follows the order of memory.
+template <class Dim>
+inline void attend_piece(const ItemView& view, const HeadSpaces& heads, Share keys, Dim dim, Ahead& ahead) {
+  const int count = view.heads(), first = view.item.head_begin, unit = count > 1 ? kUnit : kKeyChunk;
+  for (int h = 0; h < count; h++) heads[h].piece.clear(heads[h].queries.rows, dim);
+  for (int begin = keys.begin; begin < keys.end; begin += kKeyChunk) {
+    const Share chunk{begin, std::min(keys.end, begin + kKeyChunk)};
+    auto in_turns = [&](auto f) {
+      for (int at = chunk.begin; at < chunk.end; at += unit) {
+        for (int h = 0; h < count; h++) f(h, Share{at, std::min(at + unit, chunk.end)}, at - chunk.begin);
+      }
+    };
+    in_turns([&](int h, Share range, int at) {
+      score_keys(heads[h].queries, view.keys, first + h, view.shape, dim, range, ahead, heads[h].scores + at);
+    });
+    for (int h = 0; h < count; h++) weigh_chunk(heads[h], view.keys, first + h, chunk, dim);
+    in_turns([&](int h, Share range, int at) { add_values(heads[h], view.keys, first + h, range, at, dim, ahead); });
+    if (view.keys.cache.cache == Cache::kInt8) {
+      for (int h = 0; h < count; h++) add_sums(heads[h], dim);
+    }
+  }
+}
 // Join a row's next piece (highest score, sum of weights, weighted values) to those before it. Pieces are joined in order, whoever
 // computed them, so that the bits are always the same.
 inline void join_piece(float top, float total, const float* out, int dim, float* joined_top, float* joined_total, float* joined) {
   if (top <= kMinusInfinity) return;
-  const float highest = std::max(top, *joined_top);
-  const float before = *joined_top <= kMinusInfinity ? 0.0f : std::exp(*joined_top - highest), now = std::exp(top - highest);
+  float before = 1, now = 1;  // one of the two stays
+  if (*joined_top <= kMinusInfinity) {
+    before = 0;
+  } else if (top > *joined_top) {
+    before = std::exp(*joined_top - top);
+  } else {
+    now = std::exp(top - *joined_top);
+  }
   *joined_total = std::fma(now, total, *joined_total * before);
-  *joined_top = highest;
+  *joined_top = std::max(top, *joined_top);
   for (int d = 0; d < dim; d += kTile) store(joined + d, fma(set(now), load(out + d), mul(set(before), load(joined + d))));
 }
 
-// Rows of scratch: the scores of a chunk, a piece, and for each head what was joined so far.
-struct AttentionScratch {
-  float *scores, *piece, *joined, *states;
-  int dim;
-
-  AttentionScratch(float* start, int heads, int dim) : scores(start), dim(dim) {
-    piece = scores + kMaxRows * kKeyChunk;
-    joined = piece + kMaxRows * dim;
-    states = joined + static_cast<int64_t>(heads) * kMaxRows * dim;
-  }
-  Accumulator current() const { return {states, states + kMaxRows, piece}; }
-  Accumulator of_head(int head) const {
-    float* state = states + 2 * kMaxRows * (head + 1);
-    return {state, state + kMaxRows, joined + static_cast<int64_t>(head) * kMaxRows * dim};
-  }
-};
-
-// One item: which rows of the step are its queries, and which keys they see.
-struct ItemView {
-  const AttentionItem& item;
-  const AttentionShape& shape;
-  const Sequences& sequences;
-  const Keys keys;
-
-  ItemView(const AttentionItem& item, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache)
-      : item(item), shape(shape), sequences(sequences), keys{cache, sequences.tables[item.sequence]} {}
-
-  int heads() const { return item.head_end - item.head_begin; }
-  int per_group() const { return shape.heads / shape.kv_heads; }
-  int rows() const { return (item.query_end - item.query_begin) * per_group(); }  // of one head
-  int token(int row) const { return item.query_begin + row / per_group(); }
-  int first_row() const { return sequences.first_row[item.sequence]; }
-  int position(int token) const {
-    return sequences.length[item.sequence] - (sequences.first_row[item.sequence + 1] - first_row()) + token;
-  }
-  // Where a row lies in [T, H].
-  int64_t place(int head, int row) const {
-    return static_cast<int64_t>(first_row() + token(row)) * shape.heads + head * per_group() + row % per_group();
-  }
-  // The keys of a piece that some query of [begin, end) sees. Chunks begin at multiples of their size whatever is computed beside,
-  // so that a row's bits never depend on it.
-  Share keys_of(int piece, int query_begin, int query_end) const {
-    const int first = first_key_of(position(query_begin), shape) / kKeyChunk * kKeyChunk;
-    return {std::max(piece * kPieceKeys, first), std::min((piece + 1) * kPieceKeys, position(query_end - 1) + 1)};
-  }
-  Upcoming upcoming(int piece, int steps) const {
-    const Share range = keys_of(piece, item.query_begin, item.query_end);
-    return Upcoming(keys, item.head_begin, item.head_end, range.begin, range.end, steps);
-  }
-  void load(Queries& q, const float* qkv, int head, int first, int rows) const {
-    const int width = shape.heads + 2 * shape.kv_heads;
-    q.rows = 0;
-    for (int r = first; r < first + rows; r++) {
-      const int64_t row = static_cast<int64_t>(first_row() + token(r)) * width + head * per_group() + r % per_group();
-      load_query(q, qkv + row * shape.head_dim, shape, keys.cache.cache, position(token(r)));
+// A head's rows of a piece: joined to the pieces before, or out as they are.
+inline void keep_piece(const ItemView& view, HeadSpace& space, int head, int piece, int first, const AttentionOutput& output) {
+  const int dim = view.shape.head_dim;
+  const Accumulator &current = space.piece, &joined = space.joined;
+  for (int r = 0; r < space.queries.rows; r++) {
+    const float* row = current.out + r * dim;
+    if (!output.states) {
+      join_piece(current.top[r], current.total[r], row, dim, joined.top + r, joined.total + r, joined.out + r * dim);
+      continue;
     }
+    const int64_t place = view.place(head, first + r);
+    float* state = output.states + piece * output.states_stride + place * 2;
+    state[0] = current.top[r], state[1] = current.total[r];
+    std::memcpy(output.out + piece * output.piece_stride + place * dim, row, sizeof(float) * dim);
   }
-};
+}
 
-// How often `Upcoming::step` is called while `keys` keys of one head are attended to.
-inline int steps_of(int keys, int dim, Cache cache) { return keys / (cache == Cache::kInt8 ? 2 : 1) * ((dim + 63) / 64); }
-
-// Rows [first, first + count) of an item's heads against one of its pieces; to the joined ones, or out as it is.
-template <class Dim>
-inline void attend_rows(const ItemView& view, const float* qkv, Dim dim, int piece, int first, int count, Upcoming& next,
-                        const AttentionScratch& space, const AttentionOutput& output) {
-  static thread_local Queries q;
-  const Share keys = view.keys_of(piece, view.token(first), view.token(first + count - 1) + 1);
-  for (int head = view.item.head_begin; head < view.item.head_end; head++) {
-    view.load(q, qkv, head, first, count);
-    Accumulator current = space.current(), joined = space.of_head(head - view.item.head_begin);
-    attend_piece(q, view.keys, head, view.shape, dim, keys.begin, keys.end, next, current, space.scores);
-    for (int r = 0; r < count; r++) {
-      const float* row = current.out + r * dim;
-      if (!output.states) {
-        join_piece(current.top[r], current.total[r], row, dim, joined.top + r, joined.total + r, joined.out + r * dim);
-        continue;
-      }
-      const int64_t place = view.place(head, first + r);
-      float* state = output.states + piece * output.states_stride + place * 2;
-      state[0] = current.top[r], state[1] = current.total[r];
-      std::memcpy(output.out + piece * output.piece_stride + place * dim, row, sizeof(float) * dim);
-    }
+inline void put_joined(const ItemView& view, const HeadSpace& space, int head, int first, float* out) {
+  const int dim = view.shape.head_dim;
+  for (int r = 0; r < space.queries.rows; r++) {
+    const float* row = space.joined.out + r * dim;
+    float* to = out + view.place(head, first + r) * dim;
+    for (int d = 0; d < dim; d += kTile) store(to + d, div(load(row + d), set(space.joined.total[r])));
   }
 }
 
 template <class Dim>
-inline void attend_item(const ItemView& view, const ItemView* next_view, const float* qkv, Dim dim, const AttentionScratch& space,
-                        const AttentionOutput& output) {
+inline void attend_item(const ItemView& view, const float* qkv, Dim dim, Ahead& ahead, uint8_t* scratch, const AttentionOutput& output) {
   const AttentionItem& item = view.item;
+  const HeadSpaces heads{scratch, head_space_bytes(dim)};
+  for (int h = 0; h < view.heads(); h++) new (&heads[h]) HeadSpace(reinterpret_cast<uint8_t*>(&heads[h]), dim);
+  Ahead none;
   for (int first = 0; first < view.rows(); first += kMaxRows) {
     const int count = std::min(kMaxRows, view.rows() - first);
-    for (int h = 0; h < view.heads(); h++) space.of_head(h).clear(count, dim);
+    for (int h = 0; h < view.heads(); h++) {
+      view.load(heads[h].queries, qkv, item.head_begin + h, first, count);
+      heads[h].joined.clear(count, dim);
+    }
     for (int piece = item.piece_begin; piece < item.piece_end; piece++) {
-      const Share keys = view.keys_of(piece, item.query_begin, item.query_end);
-      const int steps = view.heads() * steps_of(keys.end - keys.begin, dim, view.keys.cache.cache);
-      Upcoming next;
-      if (piece + 1 < item.piece_end) {
-        next = view.upcoming(piece + 1, steps);
-      } else if (next_view) {
-        next = next_view->upcoming(next_view->item.piece_begin, steps);
-      }
-      attend_rows(view, qkv, dim, piece, first, count, next, space, output);
+      const Share keys = view.keys_of(piece, view.token(first), view.token(first + count - 1) + 1);
+      attend_piece(view, heads, keys, dim, first == 0 ? ahead : none);
+      for (int h = 0; h < view.heads(); h++) keep_piece(view, heads[h], item.head_begin + h, piece, first, output);
     }
     if (output.states) continue;
-    for (int head = item.head_begin; head < item.head_end; head++) {
-      const Accumulator joined = space.of_head(head - item.head_begin);
-      for (int r = 0; r < count; r++) {
-        float* row = joined.out + r * dim;
-        for (int d = 0; d < dim; d += kTile) {
-          store(output.out + view.place(head, first + r) * dim + d, div(load(row + d), set(joined.total[r])));
-        }
-      }
-    }
+    for (int h = 0; h < view.heads(); h++) put_joined(view, heads[h], item.head_begin + h, first, output.out);
   }
 }
 
 void attend(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-            const AttentionItem& item, const AttentionItem* next, const AttentionOutput& output, float* scratch) {
+            const AttentionItem& item, const AttentionItem* next, const AttentionOutput& output, uint8_t* scratch) {
   const ItemView view(item, shape, sequences, cache), after(next ? *next : item, shape, sequences, cache);
-  const ItemView* next_view = next ? &after : nullptr;
-  const AttentionScratch space(scratch, view.heads(), shape.head_dim);
+  Ahead ahead(view, next ? &after : nullptr);
+  ahead.skip(Ahead::lines(view));
   switch (shape.head_dim) {  // the loops over the usual sizes are unrolled
-    case 64: return attend_item(view, next_view, qkv, std::integral_constant<int, 64>(), space, output);
-    case 128: return attend_item(view, next_view, qkv, std::integral_constant<int, 128>(), space, output);
-    default: return attend_item(view, next_view, qkv, shape.head_dim, space, output);
+    case 64: return attend_item(view, qkv, std::integral_constant<int, 64>(), ahead, scratch, output);
+    case 128: return attend_item(view, qkv, std::integral_constant<int, 128>(), ahead, scratch, output);
+    default: return attend_item(view, qkv, shape.head_dim, ahead, scratch, output);
   }
 }
 
 void fetch(const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache, const AttentionItem& item) {
-  ItemView(item, shape, sequences, cache).upcoming(item.piece_begin, 1).step();
+  const ItemView view(item, shape, sequences, cache);
+  Ahead(view, nullptr).step(Ahead::lines(view));
 }
 
 void merge(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out) {

@@ -53,8 +53,7 @@ const Kernels* kernels_at(int rank) {
 }
 
 int64_t scratch_bytes(int max_inputs, int head_dim, int kv_heads) {
-  const int64_t unpacked = 2 * 16 * static_cast<int64_t>(max_inputs), heads = kv_heads + 1;  // joined, and the piece at hand
-  const int64_t attention = static_cast<int64_t>(sizeof(float)) * kRowsPerItem * (128 + heads * (head_dim + 2));
+  const int64_t unpacked = 2 * 16 * static_cast<int64_t>(max_inputs), attention = kv_heads * head_space_bytes(head_dim);
   return (std::max(unpacked, attention) + 63) / 64 * 64;
 }
 

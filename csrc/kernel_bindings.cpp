@@ -56,8 +56,7 @@ void attend(const Kernels& k, uintptr_t qkv, const AttentionShape& shape, const 
   const int tokens = sequences.first_row[sequences.count];
   Scratch scratch(scratch_bytes(16, shape.head_dim, shape.kv_heads));
   const AttentionItem only{item.at(0), item.at(1), item.at(2), item.at(3), item.at(4), item.at(5), item.at(6)};
-  k.attend(at<float>(qkv), shape, sequences, cache, only, nullptr, output_at(out, states, shape, tokens),
-           reinterpret_cast<float*>(scratch.data()));
+  k.attend(at<float>(qkv), shape, sequences, cache, only, nullptr, output_at(out, states, shape, tokens), scratch.data());
 }
 
 void merge(const Kernels& k, uintptr_t partial, uintptr_t states, int pieces, const AttentionShape& shape, int tokens, uintptr_t out) {

@@ -88,7 +88,14 @@ struct AttentionShape {
 
 constexpr int kMaxHeadDim = 512;
 constexpr int kPieceKeys = 256;   // keys are summed up in pieces of this many, then the pieces are merged, whoever computed them
+constexpr int kKeyChunk = 128;    // keys of a piece whose scores are held together
 constexpr int kRowsPerItem = 16;  // queries times heads of a group that share a read of the keys
+constexpr int kHeadSpaceBytes = 1024;
+
+// Bytes that `attend` needs for each head of an item: scores and codes of a chunk; queries, sums and two accumulators.
+constexpr int64_t head_space_bytes(int head_dim) {
+  return kHeadSpaceBytes + 64 * 16 + kRowsPerItem * (kKeyChunk * 5 + static_cast<int64_t>(head_dim) * (1 + 2 + 3 * 4) + 4 * 4);
+}
 
 // Some queries of one sequence against some pieces of its keys, for some KV heads.
 struct AttentionItem {
@@ -142,7 +149,7 @@ struct Kernels {
 
   // Attention of one item's queries, which lie in qkv; the keys of `next`, if there is one, are fetched meanwhile.
   void (*attend)(const float* qkv, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache,
-                 const AttentionItem& item, const AttentionItem* next, const AttentionOutput& output, float* scratch);
+                 const AttentionItem& item, const AttentionItem* next, const AttentionOutput& output, uint8_t* scratch);
 
   // Join `count` pieces: out [T, H, D].
   void (*merge)(const AttentionOutput& pieces, int count, const AttentionShape& shape, Share tokens, float* out);

@@ -15,7 +15,7 @@ using namespace simd;
 constexpr int kTile = 16;         // rows of a block, tokens of a cache tile
 constexpr int kTokenTile = 8;     // tokens multiplied together
 constexpr int kUnpackFrom = 24;   // tokens from which a block is unpacked to bytes once
-constexpr int kKeyChunk = 128;    // keys whose scores are held together
+constexpr int kUnit = 64;         // keys after which the heads of an attention item take turns
 constexpr int kMaxRows = kRowsPerItem;
 constexpr float kMinusInfinity = -1e30f;
 

@@ -1,5 +1,6 @@
 // The Python module triblade._native: addresses in, nothing owned but the program's own buffers, the GIL released while it runs.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/string.h>
 
@@ -12,6 +13,7 @@
 
 #include "kernel_bindings.h"
 #include "program.h"
+#include "suffix_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -83,19 +85,24 @@ NB_MODULE(_native, m) {
     new (self) RopeTable{address<float>(cos), address<float>(sin), pairs};
   });
 
+  nb::class_<Team>(m, "Team")
+      .def("__init__",
+           [](Team* self, int threads, int spin_us, std::vector<int> cores) {
+             new (self) Team(TeamOptions{threads, spin_us, std::move(cores)});
+           },
+           nb::kw_only(), "threads"_a, "spin_us"_a, "cores"_a)
+      .def_prop_ro("size", &Team::size);
+
   nb::class_<Program>(m, "Program")
       .def("__init__",
-           [](Program* self, const std::string& isa, int threads, int spin_us, std::vector<int> cores, int max_tokens, int max_rows,
-              int hidden, int intermediate, int vocabulary, int max_inputs, int heads, int kv_heads, int head_dim, float scale,
-              float softcap) {
-             TeamOptions team{threads, spin_us, std::move(cores)};
+           [](Program* self, const std::string& isa, std::shared_ptr<Team> team, int max_tokens, int max_rows, int hidden, int intermediate,
+              int vocabulary, int max_inputs, int heads, int kv_heads, int head_dim, float scale, float softcap) {
              ProgramShape shape{max_tokens, max_rows,   hidden,
                                 intermediate, vocabulary, max_inputs,
                                 {heads, kv_heads, head_dim, scale, softcap, 0}};
-             new (self) Program(kernels_or_throw(isa), team, shape);
+             new (self) Program(kernels_or_throw(isa), std::move(team), shape);
            },
-           nb::kw_only(), "isa"_a, "threads"_a, "spin_us"_a, "cores"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a,
-           "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
+           nb::kw_only(), "isa"_a, "team"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a, "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)
@@ -117,14 +124,15 @@ NB_MODULE(_native, m) {
              p.run(address<int32_t>(ids), view);
            },
            "ids"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a)
-      .def("logits",
+      .def("score",
            [](Program& p, uintptr_t rows, int count, uintptr_t out, uintptr_t best) {
              nb::gil_scoped_release release;
-             p.logits(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
+             p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
            },
            "rows"_a, "count"_a, "out"_a, "best"_a)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 
   bind_kernels(m);
+  bind_suffix_index(m);
 }

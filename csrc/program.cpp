@@ -41,8 +41,8 @@ Arena::Arena(int64_t bytes) : bytes_(std::max<int64_t>((bytes + kHugePage - 1) /
 
 Arena::~Arena() { std::free(data_); }
 
-Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramShape& shape)
-    : kernels_(kernels), shape_(shape), team_(team), next_item_(new std::atomic<int>[kMaxLayers]) {
+Program::Program(const Kernels& kernels, std::shared_ptr<Team> team, const ProgramShape& shape)
+    : kernels_(kernels), shape_(shape), team_(std::move(team)), next_item_(new std::atomic<int>[kMaxLayers]) {
   const AttentionShape& attention = shape.attention;
   const int64_t tokens = shape.max_tokens, rows = std::max(shape.max_tokens, shape.max_rows), inputs = shape.max_inputs;
   const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
@@ -68,10 +68,12 @@ Program::Program(const Kernels& kernels, const TeamOptions& team, const ProgramS
   place(&activations_.sums, rows * inputs / 16);
   place(&activations_.halves, rows * inputs);
   place(&activations_.floats, rows * inputs);
-  place(&scratch_, scratch_bytes_ * team_.size());
+  place(&scratch_, scratch_bytes_ * team_->size());
+  place(&some_logits_, rows * kHeadBlocks * 16 * team_->size());
   arena_ = std::make_unique<Arena>(offset);
   for (auto& [pointer, at] : places) *pointer = arena_->data() + at;
-  best_.resize(static_cast<size_t>(team_.size()) * shape.max_rows);
+  best_rows_ = rows;
+  best_.resize(team_->size() * best_rows_);
   items_.reserve((tokens + kMaxSplitPieces) * attention.kv_heads);
 }
 
@@ -88,7 +90,7 @@ void Program::norm(const float* weight, float eps, const Matrix& next) {
 void Program::record_linear(const Matrix& matrix, Epilogue epilogue, float* out, int stride) {
   const int unit = epilogue == Epilogue::kSilu || epilogue == Epilogue::kGelu ? 2 : 1;
   calls_.push_back([=, this](int member) {
-    const Share blocks = share(matrix.blocks(), unit, member, team_.size());
+    const Share blocks = share(matrix.blocks(), unit, member, team_->size());
     kernels_.linear(matrix, activations_, tokens_, epilogue, blocks, out, stride, scratch_ + member * scratch_bytes_);
   });
 }
@@ -132,7 +134,7 @@ void Program::gate_up(const Matrix& matrix, Epilogue activation, const Matrix& n
 
 void Program::head(const float* weight, float eps, const Matrix& matrix, float softcap) {
   head_calls_.push_back([=, this](int member) {
-    const Share rows = share(row_count_, 1, member, team_.size());
+    const Share rows = share(row_count_, 1, member, team_->size());
     kernels_.norm(x_, weight, eps, shape_.hidden, rows_, matrix, rows, activations_);
   });
   head_calls_.push_back([=, this](int member) { head_share(matrix, softcap, member); });
@@ -140,15 +142,18 @@ void Program::head(const float* weight, float eps, const Matrix& matrix, float s
 
 // A member's columns of the logits, a few at a time, so that they are still near when they are looked at.
 void Program::head_share(const Matrix& matrix, float softcap, int member) {
-  const Share all = share(matrix.blocks(), 1, member, team_.size());
-  Best* best = best_.data() + member * shape_.max_rows;
+  const Share all = share(matrix.blocks(), 1, member, team_->size());
+  Best* best = best_.data() + member * best_rows_;
   std::fill_n(best, row_count_, Best{});
   for (int block = all.begin; block < all.end; block += kHeadBlocks) {
     const Share blocks{block, std::min(block + kHeadBlocks, all.end)};
-    kernels_.linear(matrix, activations_, row_count_, Epilogue::kStore, blocks, logits_, matrix.rows, scratch_ + member * scratch_bytes_);
     const int begin = blocks.begin * 16, end = std::min(blocks.end * 16, matrix.rows), tokens = std::min(end, shape_.vocabulary) - begin;
+    const int stride = logits_ ? matrix.rows : kHeadBlocks * 16;
+    float* columns = logits_ ? logits_ + begin : some_logits_ + member * best_rows_ * stride;
+    // `linear` counts columns from the matrix's first row on.
+    kernels_.linear(matrix, activations_, row_count_, Epilogue::kStore, blocks, columns - begin, stride, scratch_ + member * scratch_bytes_);
     for (int r = 0; r < row_count_; r++) {
-      float* row = logits_ + static_cast<int64_t>(r) * matrix.rows + begin;
+      float* row = columns + static_cast<int64_t>(r) * stride;
       if (softcap > 0) kernels_.softcap(row, end - begin, softcap);
       if (tokens > 0) kernels_.find_best(row, tokens, begin, best[r]);
     }
@@ -161,21 +166,21 @@ void Program::run(const int32_t* ids, const Sequences& sequences) {
   tokens_ = sequences.first_row[sequences.count];
   place_tokens();
   plan_attention();
-  for (int layer = 0; layer < layers_; layer++) next_item_[layer].store(team_.size(), std::memory_order_relaxed);
+  for (int layer = 0; layer < layers_; layer++) next_item_[layer].store(team_->size(), std::memory_order_relaxed);
   walked_ = &calls_;
-  team_.run(walk, this);
+  team_->run(walk, this);
 }
 
-void Program::logits(const int32_t* rows, int count, float* out, int32_t* best) {
+void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
   rows_ = rows;
   row_count_ = count;
   logits_ = out;
   walked_ = &head_calls_;
-  team_.run(walk, this);
+  team_->run(walk, this);
   for (int r = 0; r < count; r++) {
     Best whole = best_[r];
-    for (int member = 1; member < team_.size(); member++) {
-      const Best& part = best_[member * shape_.max_rows + r];
+    for (int member = 1; member < team_->size(); member++) {
+      const Best& part = best_[member * best_rows_ + r];
       const bool is_finite = whole.is_finite && part.is_finite;
       if (part.value > whole.value) whole = part;
       whole.is_finite = is_finite;
@@ -200,7 +205,7 @@ void Program::walk(void* context, int member) {
   auto* program = static_cast<Program*>(context);
   for (const Call& call : *program->walked_) {
     call(member);
-    program->team_.barrier();
+    program->team_->barrier();
   }
 }
 
@@ -209,7 +214,7 @@ void Program::walk(void* context, int member) {
 void Program::plan_attention() {
   const Sequences& sequences = sequences_;
   const AttentionShape& shape = shape_.attention;
-  const int queries_per_item = std::max(1, kRowsPerItem * shape.kv_heads / shape.heads), enough = kItemsPerMember * team_.size();
+  const int queries_per_item = std::max(1, kRowsPerItem * shape.kv_heads / shape.heads), enough = kItemsPerMember * team_->size();
   auto pieces_of = [&](int s) { return (sequences.length[s] + kPieceKeys - 1) / kPieceKeys; };
   auto queries_of = [&](int s) { return sequences.first_row[s + 1] - sequences.first_row[s]; };
   int tiles = 0;  // of queries
@@ -218,7 +223,7 @@ void Program::plan_attention() {
     tiles += (queries_of(s) + queries_per_item - 1) / queries_per_item;
     pieces_ = std::max(pieces_, pieces_of(s));
   }
-  is_split_ = pieces_ > 1 && team_.size() > 1 && tiles * shape.kv_heads < enough && tokens_ <= kMaxSplitTokens &&
+  is_split_ = pieces_ > 1 && team_->size() > 1 && tiles * shape.kv_heads < enough && tokens_ <= kMaxSplitTokens &&
               static_cast<int64_t>(tokens_) * pieces_ <= kMaxSplitPieces;
   // All heads of a tile of keys lie together in memory. Where many queries read the same keys, they come from the cache, and fewer
   // heads at a time fit better.
@@ -243,7 +248,7 @@ AttentionOutput Program::pieces() const {
 }
 
 void Program::attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member) {
-  auto* scratch = reinterpret_cast<float*>(scratch_ + member * scratch_bytes_);
+  uint8_t* scratch = scratch_ + member * scratch_bytes_;
   const AttentionOutput output = is_split_ ? pieces() : AttentionOutput{attended_};
   auto item_at = [&](int n) { return n < static_cast<int>(items_.size()) ? &items_[n] : nullptr; };
   auto take = [&] { return item_at(next_item_[layer].fetch_add(1, std::memory_order_relaxed)); };

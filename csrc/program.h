@@ -15,7 +15,7 @@ namespace triblade {
 
 struct ProgramShape {
   int max_tokens = 0;
-  int max_rows = 0;  // rows of logits made at a time
+  int max_rows = 0;  // rows of logits kept at a time
   int hidden = 0;
   int intermediate = 0;
   int vocabulary = 0;  // tokens that may be chosen; columns of logits beyond are padding
@@ -49,7 +49,8 @@ class Arena {
 
 class Program {
  public:
-  Program(const Kernels& kernels, const TeamOptions& team, const ProgramShape& shape);
+  // Programs of one engine (a model and its draft) share a team; they run one after the other.
+  Program(const Kernels& kernels, std::shared_ptr<Team> team, const ProgramShape& shape);
 
   // Recording, in the order of execution.
   void embed(const Matrix& table, float scale);
@@ -60,10 +61,10 @@ class Program {
   void gate_up(const Matrix& matrix, Epilogue activation, const Matrix& next);    // inputs -> act(gate) * up -> inputs of `next`
   void head(const float* weight, float eps, const Matrix& matrix, float softcap);
 
-  // Replay: hidden states of a step, kept until the next one; then logits [R, rows of the head] of any of its rows, at most max_rows
-  // at a time, and of each row the token with the largest, or -1 if one is not finite.
+  // Replay: hidden states of a step, kept until the next one; then of any of its rows the token with the largest logit, or -1 if one
+  // is not finite. The logits themselves [R, rows of the head] are kept where `out` is given, at most max_rows at a time.
   void run(const int32_t* ids, const Sequences& sequences);
-  void logits(const int32_t* rows, int count, float* out, int32_t* best);
+  void score(const int32_t* rows, int count, float* out, int32_t* best);
 
   int64_t buffer_bytes() const { return arena_->size(); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
@@ -71,7 +72,7 @@ class Program {
  private:
   using Call = std::function<void(int member)>;
 
-  Share tokens(int member) const { return share(tokens_, 1, member, team_.size()); }
+  Share tokens(int member) const { return share(tokens_, 1, member, team_->size()); }
   void record_linear(const Matrix& matrix, Epilogue epilogue, float* out, int stride);
   void place_tokens();
   void plan_attention();
@@ -82,12 +83,12 @@ class Program {
 
   const Kernels& kernels_;
   const ProgramShape shape_;
-  Team team_;
+  const std::shared_ptr<Team> team_;
   std::unique_ptr<Arena> arena_;
   std::vector<Call> calls_, head_calls_;
   const std::vector<Call>* walked_ = nullptr;
 
-  float *x_, *qkv_, *attended_, *hidden_, *projected_, *partial_, *states_;
+  float *x_, *qkv_, *attended_, *hidden_, *projected_, *partial_, *states_, *some_logits_;
   Activations activations_;
   uint8_t* scratch_;
   int64_t scratch_bytes_;
@@ -105,8 +106,9 @@ class Program {
 
   const int32_t* rows_ = nullptr;
   int row_count_ = 0;
-  float* logits_ = nullptr;
-  std::vector<Best> best_;  // [members, max_rows]
+  float* logits_ = nullptr;  // null: not kept
+  int64_t best_rows_;
+  std::vector<Best> best_;  // [members, best_rows_]
 };
 
 }  // namespace triblade

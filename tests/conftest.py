@@ -12,7 +12,8 @@ from hypothesis import settings
 
 # The native kernels are tested where they were built. CI builds them with `make native`, which fails where it cannot.
 NATIVE = ("contract/test_native_kernels.py", "contract/test_native_attention.py")
-NATIVE += ("model/test_native_models.py", "model/test_quantized_models.py")
+NATIVE += ("contract/test_native_suffix_index.py",)
+NATIVE += ("model/test_native_models.py", "model/test_native_drafts.py", "model/test_quantized_models.py")
 collect_ignore = [] if find_spec("triblade._native") else list(NATIVE)
 
 # A machine that does other work must not fail a test for being slow.

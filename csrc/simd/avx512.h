@@ -35,6 +35,8 @@ inline F load_bf16(const uint16_t* p) {
 }
 
 inline I set_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_int(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline void store_int8(int8_t* p, F rounded) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(rounded)));

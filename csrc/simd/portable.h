@@ -62,6 +62,14 @@ inline I set_int(int32_t x) {
   for (int32_t& lane : out.v) lane = x;
   return out;
 }
+inline I load_int(const int32_t* p) {
+  I out;
+  for (int i = 0; i < kLanes; i++) out.v[i] = p[i];
+  return out;
+}
+inline void store_int(int32_t* p, const I& x) {
+  for (int i = 0; i < kLanes; i++) p[i] = x.v[i];
+}
 inline F to_float(const I& a) { return each([&](int i) { return static_cast<float>(a.v[i]); }); }
 inline void store_int8(int8_t* p, const F& rounded) {
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(std::clamp(rounded.v[i], -128.0f, 127.0f));

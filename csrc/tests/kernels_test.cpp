@@ -74,15 +74,14 @@ void attention(const Kernels& kernels, Cache kind, int heads, int kv_heads, int 
   const int64_t row = static_cast<int64_t>(length) * heads;
   std::vector<float> out(row * dim), merged(row * dim), partial(pieces * row * dim), states(pieces * row * 2);
   std::vector<uint8_t> scratch(scratch_bytes(16, dim, kv_heads));
-  auto* floats = reinterpret_cast<float*>(scratch.data());
   for (int head = 0; head < kv_heads; head++) {
     for (int q = 0; q < length; q += 5) {
       AttentionItem item{0, head, head + 1, q, std::min(q + 5, length), 0, pieces};
       kernels.fetch(shape, sequences, cache.view, item);
-      kernels.attend(qkv.data(), shape, sequences, cache.view, item, &item, {out.data(), nullptr, 0, 0}, floats);
+      kernels.attend(qkv.data(), shape, sequences, cache.view, item, &item, {out.data(), nullptr, 0, 0}, scratch.data());
       for (int piece = 0; piece < pieces; piece++) {
         item.piece_begin = piece, item.piece_end = piece + 1;
-        kernels.attend(qkv.data(), shape, sequences, cache.view, item, nullptr, {partial.data(), states.data(), row * dim, row * 2}, floats);
+        kernels.attend(qkv.data(), shape, sequences, cache.view, item, nullptr, {partial.data(), states.data(), row * dim, row * 2}, scratch.data());
       }
     }
   }

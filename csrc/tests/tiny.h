@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>
@@ -114,7 +115,7 @@ class TinyModel {
         cos_(random_.floats(kContext * kDim / 2, 0.7f)), sin_(random_.floats(kContext * kDim / 2, 0.7f)) {
     const ProgramShape shape{kMaxTokens, kMaxTokens, kHidden, kIntermediate, kVocabulary, kHeads * kDim,
                              {kHeads, kKvHeads, kDim, 0.25f, 0, 0}};
-    program_ = std::make_unique<Program>(kernels, TeamOptions{threads, spin_us, {}}, shape);
+    program_ = std::make_unique<Program>(kernels, std::make_shared<Team>(TeamOptions{threads, spin_us, {}}), shape);
     const Matrix& table = add(format, kVocabulary, kHidden, false);
     program_->embed(table, 2.0f);
     for (int layer = 0; layer < 2; layer++) {
@@ -156,7 +157,10 @@ class TinyModel {
     program_->run(ids.data(), {static_cast<int>(counts.size()), rows.data(), lengths.data(), tables.data()});
     std::vector<float> logits(static_cast<int64_t>(tokens) * kVocabulary);
     std::vector<int32_t> best(tokens);
-    program_->logits(index.data(), tokens, logits.data(), best.data());
+    program_->score(index.data(), tokens, logits.data(), best.data());
+    std::vector<int32_t> best_alone(tokens);
+    program_->score(index.data(), tokens, nullptr, best_alone.data());
+    require(best == best_alone, "the best token is the same without the logits");
     for (int t = 0; t < tokens; t++) {
       const float* row = logits.data() + static_cast<int64_t>(t) * kVocabulary;
       require(best[t] == std::max_element(row, row + kVocabulary) - row, "the best token has the largest logit");

@@ -221,6 +221,38 @@ def convert(
     print(json.dumps(asdict(report)) if as_json else report)
 
 
+@app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")
+def doctor(
+    *,
+    target: str,
+    draft: str,
+    probe: bool = True,
+    log_level: LogLevelFlag = "error",
+) -> int:
+    """Tell whether a draft model fits its target, and how often it is right; exit code 1 if it does not fit.
+
+    Args:
+        target: The model to be served.
+        draft: The small model that is to draft for it.
+        probe: Also load both and let the draft propose 4 tokens at a time for a few prompts.
+    """
+    from triblade.engine.build import build_engine
+    from triblade.engine.probe import probe as measure
+    from triblade.models.loader import open_model
+    from triblade.spec.rope_trial import align_draft
+
+    console.setup_logging(log_level)
+    config = EngineConfig(model=target, drafter="draft", draft_model=draft)
+    alignment = align_draft(open_model(config), open_model(EngineConfig(model=draft)))
+    print(alignment)
+    if alignment.refusal is not None:
+        return 1
+    if probe:
+        acceptance = measure(build_engine(config))
+        print(f"{'warning' if acceptance.is_near_zero else 'ok':8} acceptance: {acceptance}")
+    return 0
+
+
 @app.command
 def version() -> None:
     """Print the version."""

@@ -22,6 +22,8 @@ KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 AttentionBackend = Literal["auto", "sdpa", "eager"]
 BackendName = Literal["auto", "native", "reference"]
 QuantizationName = Literal["int4", "int8"]
+DraftPolicyName = Literal["adaptive", "fixed"]
+DrafterName = Literal["suffix", "draft", "self", "eagle"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -79,6 +81,35 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier requests that begin with the same tokens."""
 
+    drafter: DrafterName | None = None
+    """Speculative decoding; the output stays the same. `suffix` repeats what stood in the text before, `draft` asks a small model,
+    `self` the same model with fewer bits or layers, `eagle` a trained head; default: none."""
+
+    draft_model: str | None = None
+    """The small model of drafter `draft`, named like `model`, or the folder of an `eagle` head."""
+
+    num_speculative_tokens: int = 8
+    """Most tokens drafted for a request and step."""
+
+    draft_policy: DraftPolicyName = "adaptive"
+    """How many of them: `adaptive` drafts what commits most tokens per second, none when that is fastest; `fixed` always all."""
+
+    direct_prompt_tokens: int = 0
+    """Never draft for prompts shorter than this; 0: let the policy decide."""
+
+    speculate_prompt_tokens: int = 0
+    """Always draft, one token at least, for prompts of this many tokens and more; 0: let the policy decide."""
+
+    draft_quantization: QuantizationName | None = None
+    """Round the weights of the draft model while loading, like `quantization`; for drafter `self`: default int4."""
+
+    draft_layers: int | None = None
+    """Drafter `self`: use this many of the model's first layers."""
+
+    draft_temperature: float = 0.0
+    """0: drafts are the draft model's best tokens. Above: for requests that sample, drafts are drawn, at the request's temperature
+    times this factor (1.2 smooths a quantized draft model)."""
+
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
 
@@ -118,11 +149,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens"):
             require_at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "threads"):
+        require_at_least("draft_temperature", self.draft_temperature, 0)
+        for name in ("draft_layers", "max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "threads"):
             require_at_least(name, getattr(self, name), 1)
-        for name in ("max_logprobs", "spin_us"):
+        for name in ("max_logprobs", "spin_us", "direct_prompt_tokens", "speculate_prompt_tokens"):
             require_at_least(name, getattr(self, name), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got: {self.gpu_memory_utilization}")
@@ -136,6 +168,20 @@ class EngineConfig:
             raise UnsupportedError(
                 f"quantization at load does not know: {self.quantization!r}",
                 hint=f"choices: {', '.join(get_args(QuantizationName))}",
+            )
+        if self.drafter not in (None, *get_args(DrafterName)):
+            raise unknown_name("drafter", str(self.drafter), list(get_args(DrafterName)))
+        if self.draft_policy not in get_args(DraftPolicyName):
+            raise unknown_name("draft_policy", str(self.draft_policy), list(get_args(DraftPolicyName)))
+        if self.drafter == "draft" and self.draft_model is None:
+            raise ConfigError(
+                "drafter draft needs a model", hint="name a small one with --draft-model", param="draft_model"
+            )
+        if self.draft_model is not None and self.drafter not in ("draft", "eagle"):
+            raise ConfigError(
+                f"draft_model is for the drafters draft and eagle, got drafter: {self.drafter}",
+                hint="add --drafter draft",
+                param="draft_model",
             )
         if self.deterministic and self.dtype not in ("auto", "float32"):
             raise ConfigError(

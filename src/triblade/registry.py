@@ -93,6 +93,16 @@ PASSES = Registry(
     },
 )
 
+# Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
+DRAFTERS = Registry(
+    "drafter",
+    {
+        "suffix": "triblade.spec.suffix:SuffixPlan",
+        "draft": "triblade.engine.draft_plans:draft_model",
+        "self": "triblade.engine.draft_plans:self_draft",
+    },
+)
+
 BACKENDS = Registry(
     "backend",
     {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from triblade.kv.cache import KVCache
-from triblade.kv.layout import CODEC_PLANES, Arrangement, KVLayout
+from triblade.kv.layout import CODEC_PLANES, Arrangement, KVLayout, LayerGroup
 from triblade.registry import KV_CODECS
 
 # Largest error relative to the largest number of the vector, and absolute.
@@ -130,3 +132,21 @@ def test_a_tile_of_keys_is_in_the_order_of_the_dot_instructions() -> None:
     assert tile.nonzero().flatten().tolist() == [(6 // 4 * 16 + 5) * 4 + 6 % 4]
     values = tiled.pool[0, 3 * 256 + 256 : 3 * 256 + 512]
     assert values.nonzero().flatten().tolist() == [(5 // 4 * 16 + 6) * 4 + 5 % 4]
+
+
+@pytest.mark.parametrize("arrangement", ["tokens", "tiles"])
+def test_a_draft_has_its_own_layers_in_the_same_rows(codec: str, arrangement: Arrangement) -> None:
+    layout = replace(cache(codec, arrangement, 16).layout, draft=LayerGroup(num_layers=1, num_kv_heads=2, head_dim=32))
+    whole = KVCache(layout, 3, torch.float32)
+    draft = whole.draft()
+    slots, table = torch.tensor([5, 40]), torch.tensor([[0, 1, 2]])
+    mine, theirs = vectors(2, 2, 32), vectors(2, 3, 16)
+    draft.write(0, slots, mine, -mine)
+    for layer in (0, 1):
+        whole.write(layer, slots, theirs, theirs)
+    keys, values = draft.read(0, table)
+    alone = KV_CODECS[codec]()
+    assert torch.equal(keys[0, slots], alone.decode(alone.encode(mine), torch.float32))
+    assert torch.equal(values[0, slots], alone.decode(alone.encode(-mine), torch.float32))
+    assert torch.equal(whole.read(1, table)[0][0, slots], alone.decode(alone.encode(theirs), torch.float32))
+    assert draft.pool.data_ptr() == whole.pool.data_ptr()

@@ -1,4 +1,4 @@
-"""Alone = batched = chunked = preempted = cached, token for token and bit for bit, in deterministic float32.
+"""Alone = batched = chunked = preempted = cached = speculative, token for token and bit for bit, in deterministic float32.
 
 Every column is one way of computing the same requests; the oracle computes each token from scratch without a cache.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import RandomDrafter, ScriptedDrafter, speculate
 from tiny import prompt
 from tiny_engine import open_tiny, plain_decoder, plain_greedy, plain_logits, tiny_llm
 
@@ -174,3 +175,48 @@ def test_two_engines_in_one_process_do_not_feel_each_other() -> None:
             kept += output.token_ids
     assert tokens == [alone("llama")[5].token_ids, alone("qwen3")[5].token_ids]
     assert torch.is_inference_mode_enabled() is False
+
+
+def answers(name: str, sampled: bool = False) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(ids): c.token_ids for ids, c in zip(prompts(), alone(name, sampled), strict=True)}
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_drafts_change_nothing(name: str, length: int, wrong: float) -> None:  # F01, F21
+    drafter = ScriptedDrafter(answers(name), model(name).config.vocab_size, wrong)
+    llm = speculate(tiny_llm(model(name)), drafter, length)
+    assert [choices[0] for choices in llm.generate(prompts(), GREEDY)] == alone(name)
+    llm.engine.check_idle()
+    assert sorted(drafter.forgotten) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_change_nothing_in_any_way(way: str) -> None:  # F01, F22
+    drafter = ScriptedDrafter(answers("llama"), model("llama").config.vocab_size, wrong=0.3)
+    llm = speculate(tiny_llm(model("llama"), **WAYS[way]), drafter, 4)
+    for _ in range(2):  # cold and warm
+        assert [c[0].token_ids for c in llm.generate(prompts(), GREEDY)] == [c.token_ids for c in alone("llama")]
+    llm.engine.check_idle()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+@pytest.mark.parametrize("way", ["batched", "chunks of 7", "preempted"])
+def test_seeded_sampling_is_the_same_with_certain_drafts(way: str, wrong: float) -> None:  # F11, F12
+    drafter = ScriptedDrafter(answers("llama", sampled=True), model("llama").config.vocab_size, wrong)
+    llm = speculate(tiny_llm(model("llama"), **WAYS[way]), drafter, 3)
+    assert [choices[0] for choices in llm.generate(prompts(), SAMPLED)] == alone("llama", sampled=True)
+
+
+def test_right_drafts_are_all_accepted() -> None:  # F17
+    name = "llama"
+    drafter = ScriptedDrafter(answers(name), model(name).config.vocab_size, wrong=0.0)
+    llm = speculate(tiny_llm(model(name)), drafter, 3)
+    llm.generate([prompts()[4]], GREEDY)
+    assert llm.engine.load().num_steps == 1 + 2  # the prompt's step gives one token, two more give 4 and 3
+
+
+def test_drawn_drafts_do_not_change_greedy_requests() -> None:  # F11
+    llm = speculate(tiny_llm(model("llama")), RandomDrafter(model("llama").config.vocab_size), 3)
+    assert [choices[0] for choices in llm.generate(prompts(), GREEDY)] == alone("llama")

@@ -6,7 +6,7 @@ published wrongly is seen at once. The "model" is a function of all tokens so fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from triblade.engine.block_pool import BlockPool, HashFunction, hash_block
 from triblade.engine.request import Request
@@ -44,7 +44,10 @@ class FakeEngine:
         max_num_batched_tokens: int = 16,
         enable_prefix_caching: bool = True,
         hash_function: HashFunction = hash_block,
+        draft: Callable[[Request], list[int]] | None = None,
+        draft_length: int = 3,
     ) -> None:
+        self.draft, self.draft_length = draft, draft_length
         self.pool = BlockPool(num_blocks, hash_function)
         self.scheduler = Scheduler(
             self.pool,
@@ -81,12 +84,12 @@ class FakeEngine:
             self.scheduler.finish(request)
         for item in output.scheduled:
             self._compute(item)
-        self.scheduler.update(output)
         for item in output.scheduled:
-            if item.samples and not item.request.is_finished:
-                item.request.append(next_token(item.request.token_ids))
-                if len(item.request.output_token_ids) >= item.request.max_tokens:
-                    self.scheduler.finish(item.request)
+            self._commit(item)
+            if self.draft is not None and item.samples and not item.request.is_finished:
+                item.request.propose(
+                    self.draft(item.request)[: self.scheduler.reserve(item.request, self.draft_length)]
+                )
         self.steps.append(output.scheduled)
         self.check()
         return output.scheduled
@@ -106,13 +109,32 @@ class FakeEngine:
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_table) * self.block_size >= request.num_computed_tokens
 
+    def _commit(self, item: ScheduledRequest) -> None:
+        """Verify the drafts, append what holds and one token more, then advance the frontier."""
+        request, drafts = item.request, item.request.draft_token_ids[: item.num_draft_tokens]
+        accepted = 0
+        while item.samples:
+            token = next_token(request.token_ids)
+            request.append(token)
+            if (
+                len(request.output_token_ids) >= request.max_tokens
+                or accepted == len(drafts)
+                or token != drafts[accepted]
+            ):
+                break
+            accepted += 1
+        self.scheduler.update(item, accepted)
+        if len(request.output_token_ids) >= request.max_tokens:
+            self.scheduler.finish(request)
+
     def _compute(self, item: ScheduledRequest) -> None:
         request = item.request
         for position in range(item.start):
             expected = tuple(request.token_ids[: position + 1])
             assert self.slots[self._slot(request, position)] == expected, "foreign KV read"
+        tokens = request.token_ids + request.draft_token_ids
         for position in range(item.start, item.start + item.num_tokens):
-            self.slots[self._slot(request, position)] = tuple(request.token_ids[: position + 1])
+            self.slots[self._slot(request, position)] = tuple(tokens[: position + 1])
 
     def _slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size

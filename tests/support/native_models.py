@@ -12,7 +12,7 @@ from tiny import LONGROPE, StateDictSource, TinyModel, tiny_model
 from torch import Tensor
 
 from triblade.engine.executor import StepExecutor, TorchExecutor
-from triblade.engine.native import NativeExecutor, NativeOptions
+from triblade.engine.native import NativeExecutor, NativeOptions, make_team
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.kv.cache import KVCache
@@ -64,9 +64,18 @@ def native_executor(
 
 
 def executor_of(config: ModelConfig, weights: Any, codec: str = "bfloat16", **options: Any) -> NativeExecutor:
-    settings = {"threads": 2, "vocab_size": config.vocab_size, "max_tokens": 256, "max_rows": 256, **options}
+    settings = {"vocab_size": config.vocab_size, "max_tokens": 256, "max_rows": 256, **options}
+    team = make_team(settings.pop("threads", 2), settings.pop("spin_us", 200))
     cache = make_cache(config, codec, "tiles")
-    return NativeExecutor(config, weights, cache, config.context_length, NativeOptions(**settings))
+    return NativeExecutor(config, weights, cache, config.context_length, NativeOptions(**settings), team)
+
+
+def scored(executor: StepExecutor, rows: int) -> Tensor:
+    """Logits [R, V] of the first rows of the last step; the greedy tokens without them are checked on the way."""
+    scores = executor.score(range(rows), with_logits=True)
+    assert scores.logits is not None
+    assert executor.score(range(rows), with_logits=False).best == scores.best
+    return scores.logits.clone()
 
 
 class Twin(ReferenceBackend):
@@ -139,7 +148,7 @@ def compute(executor: StepExecutor, requests: Sequence[Request], sizes: Sequence
     pairs = sorted(zip(requests, sizes, strict=True), key=lambda pair: pair[1])
     items = [ScheduledRequest.next(request, size) for request, size in pairs]
     executor.forward(items)
-    logits = executor.logits(range(sum(sizes))).clone().split([item.num_tokens for item in items])
+    logits = scored(executor, sum(sizes)).split([item.num_tokens for item in items])
     for item in items:
         item.request.num_computed_tokens += item.num_tokens
     found = {item.request: rows for item, rows in zip(items, logits, strict=True)}

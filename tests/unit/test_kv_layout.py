@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from triblade.kv.layout import CODEC_PLANES, KVLayout
+from triblade.kv.layout import CODEC_PLANES, KVLayout, LayerGroup
 
 SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, codec="bfloat16", model_hash="m")
 
@@ -48,3 +48,18 @@ def test_fingerprint_covers_every_field() -> None:
     ]
     assert len({layout.fingerprint() for layout in (SMOLLM2, *changed)}) == len(changed) + 1
     assert replace(SMOLLM2).fingerprint() == SMOLLM2.fingerprint()
+
+
+def test_layers_of_a_draft_lie_behind_the_targets() -> None:
+    layout = replace(SMOLLM2, draft=LayerGroup(num_layers=2, num_kv_heads=1, head_dim=32))
+    own = KVLayout(num_layers=2, num_kv_heads=1, head_dim=32, block_size=16, codec="bfloat16")
+    assert layout.row_bytes == SMOLLM2.row_bytes + own.row_bytes
+    for layer in (0, 29):
+        assert layout.planes(layer) == SMOLLM2.planes(layer)
+    for layer in (0, 1):
+        for plane, alone in zip(layout.planes(30 + layer), own.planes(layer), strict=True):
+            assert [p.offset_bytes - SMOLLM2.row_bytes for p in plane] == [p.offset_bytes for p in alone]
+            assert [p.items_per_token for p in plane] == [p.items_per_token for p in alone]
+    assert layout.group(29) == SMOLLM2.target
+    assert layout.group(30) == layout.draft
+    assert layout.fingerprint() != SMOLLM2.fingerprint()

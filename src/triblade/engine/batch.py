@@ -1,19 +1,45 @@
 """One step as flat tensors: token ids, positions, KV slots, and groups of sequences that attention computes together.
 
-Built from a `SchedulerOutput`; knows the model by nothing but its tokens. Sequences that compute equally many tokens form a group,
-so a decode step is one attention call for all of them and speculation (k + 1 tokens each) is the same case.
+Built from what the scheduler, or a draft model, wants computed; knows the model by nothing but its tokens. Sequences that compute
+equally many tokens form a group, so a decode step is one attention call for all of them and speculation (k + 1 tokens each) is the
+same case.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triblade.engine.scheduler import ScheduledRequest
+
+class OwnsBlocks(Protocol):
+    """What a step must know of a request."""
+
+    @property
+    def block_table(self) -> array[int]:
+        """Ids of its KV blocks, int32."""
+        ...
+
+
+class StepItem(Protocol):
+    """Tokens [start, start + num_tokens) of one request; the scheduler's `ScheduledRequest` is one."""
+
+    @property
+    def request(self) -> OwnsBlocks: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +69,7 @@ class Batch:
     groups: list[AttentionGroup]
 
     @classmethod
-    def build(cls, items: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
+    def build(cls, items: Sequence[StepItem], block_size: int, device: torch.device) -> Batch:
         """Flatten a step whose items of equal length stand together."""
         ids, positions, slots = list[int](), list[int](), list[int]()
         for item in items:
@@ -60,7 +86,7 @@ class Batch:
         return cls(flat[0], flat[1], flat[2], groups)
 
 
-def _group(items: list[ScheduledRequest], first_row: int, positions: Tensor, block_size: int) -> AttentionGroup:
+def _group(items: list[StepItem], first_row: int, positions: Tensor, block_size: int) -> AttentionGroup:
     """Items of equal length, as one attention call."""
     queries = items[0].num_tokens
     num_keys = max(item.start for item in items) + queries

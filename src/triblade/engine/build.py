@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import torch
 
 from triblade import host
 from triblade.config import EngineConfig, forced_isa
 from triblade.engine.block_pool import BlockPool
+from triblade.engine.drafters import TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
-from triblade.engine.native import NativeExecutor, NativeOptions, why_not_native
+from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why_not_native
+from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
+from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
-from triblade.kv.layout import KVLayout
+from triblade.kv.layout import KVLayout, LayerGroup
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_backend, select_device
 from triblade.quant.packed_weights import PackingReader, packed_bytes
@@ -47,10 +51,13 @@ def build_engine(config: EngineConfig) -> Engine:
 def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
     """Wire an engine around an opened model."""
     is_native = use_native(config, model, device)
-    layout = kv_layout(config, model, is_native)
+    drafter_plan = plan_drafter(config, model, is_native=is_native)
+    layout = kv_layout(config, model, is_native, drafter_plan.layers if drafter_plan else None)
     weight_bytes = model.weight_bytes
     if is_native:
         weight_bytes = packed_bytes(model.checkpoint, model.config, model.dtype, config.quantization)
+    if drafter_plan:
+        weight_bytes += drafter_plan.weight_bytes
     plan = plan_for(config, model, layout, weight_bytes, device)
     log.info("%s", plan.describe())
     if plan.context_length < (config.max_model_len or model.config.context_length):
@@ -59,8 +66,14 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
         )
     cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
     start = time.monotonic()
-    make = native_executor if is_native else torch_executor
-    executor = make(config, model, cache, plan.context_length)
+    team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores) if is_native else None
+    executor: StepExecutor
+    if is_native:
+        executor = native_executor(config, model, cache, plan.context_length, team)
+    else:
+        executor = torch_executor(config, model, cache, plan.context_length)
+    parts = TargetParts(executor=executor, cache=cache, context_length=plan.context_length, team=team)
+    drafter = drafter_plan.build(parts) if drafter_plan else None
     model.checkpoint.release()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, executor.name)
     scheduler = Scheduler(
@@ -70,7 +83,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return Engine(
+    engine = Engine(
         model,
         ModelRunner(executor, Sampler(model.vocab_size)),
         scheduler,
@@ -78,6 +91,11 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
+    if drafter is not None:
+        engine.speculator = Speculator(drafter, scheduler, make_policy(config))
+    if config.drafter == "draft":  # the only one that somebody else may have made for another model
+        warn_if_never_right(engine)
+    return engine
 
 
 def use_native(config: EngineConfig, model: OpenModel, device: torch.device) -> bool:
@@ -112,24 +130,23 @@ def _against_native(config: EngineConfig, model: OpenModel, device: torch.device
     return why_not_native(model.config, _kv_dtype(config, model), config.block_size)
 
 
-def native_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> StepExecutor:
+def native_executor(
+    config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int, team: Any
+) -> NativeExecutor:
     """Pack the weights and record the step program."""
     weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
     options = NativeOptions(
-        threads=config.threads or host.usable_cores(),
         vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,
         max_rows=max(min(config.max_num_seqs, config.max_num_batched_tokens), PROMPT_LOGITS_ROWS),
         isa=config.isa or forced_isa(),
-        spin_us=config.spin_us,
-        cores=list(config.cpu_cores),
     )
     # From here on torch only samples. Its own threads would spin on the cores that the program's threads need.
     torch.set_num_threads(1)
-    return NativeExecutor(model.config, weights, cache, context_length, options)
+    return NativeExecutor(model.config, weights, cache, context_length, options, team)
 
 
-def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> StepExecutor:
+def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> TorchExecutor:
     """Load dense weights for the reference kernels."""
     softcap = model.config.attention_softcap is not None
     backend, reason = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
@@ -137,7 +154,7 @@ def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, conte
     return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size)
 
 
-def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool) -> KVLayout:
+def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
     """The layout of this engine's KV rows."""
     return KVLayout(
         num_layers=model.config.num_layers,
@@ -146,6 +163,7 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool) -> KVLayo
         block_size=config.block_size,
         codec=_kv_dtype(config, model),
         arrangement="tiles" if is_native else "tokens",
+        draft=draft,
         model_hash=model.checkpoint.fingerprint(),
         rope=repr(model.config.ropes),
     )

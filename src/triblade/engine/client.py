@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from triblade.engine.outputs import RequestOutput
 from triblade.sampling_params import SamplingParams
+from triblade.spec.record import SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class EngineLoad:
     num_cached_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class EngineClient(Protocol):

@@ -19,10 +19,12 @@ from triblade.engine.detokenizer import OutputStream
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner, StepResult
-from triblade.engine.scheduler import Scheduler, SchedulerOutput
+from triblade.engine.scheduler import ScheduledRequest, Scheduler
+from triblade.engine.speculation import Speculator
 from triblade.errors import ContextLengthError, RequestError
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.spec.record import SpeculationCounts
 from triblade.spec.sampler import child_seed
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ class Engine:
         context_length: prompt and output together, at most.
         max_logprobs: most alternatives a request may ask for.
         seed: the seeds of requests without one are derived from it, in order of arrival; None takes a fresh one.
+
+    Attributes:
+        speculator: proposes tokens between steps; None, as at the beginning, decodes plainly.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Engine:
         self.scheduler = scheduler
         self.context_length = context_length
         self.max_logprobs = max_logprobs
+        self.speculator: Speculator | None = None
         self._seed = secrets.randbits(64) if seed is None else seed
         self._numbers = itertools.count()
         self._streams: dict[Request, OutputStream] = {}
@@ -127,11 +133,14 @@ class Engine:
 
     def step(self) -> list[tuple[Request, RequestOutput]]:
         """Compute one step; returns what is new for each request it touched."""
+        start = time.perf_counter()
         scheduled = self.scheduler.schedule()
         outputs = [(r, self._finish(r, FinishReason.LENGTH)) for r in scheduled.starved]
         if scheduled:
             results = self.runner.execute(scheduled.scheduled)
-            outputs += self._update(scheduled, results)
+            outputs += self._update(results)
+            if self.speculator is not None:
+                self.speculator.after_step(results, time.perf_counter() - start)
         return outputs
 
     def load(self) -> EngineLoad:
@@ -147,6 +156,7 @@ class Engine:
             num_cached_prompt_tokens=self._counters["cached"],
             num_generated_tokens=self._counters["generated"],
             num_steps=self._counters["steps"],
+            speculation=SpeculationCounts() if self.speculator is None else self.speculator.counts.snapshot(),
         )
 
     def check_idle(self) -> None:
@@ -155,52 +165,65 @@ class Engine:
         assert left == 0, "an ended request left state behind"
         self.pool.check()
 
-    def _update(self, scheduled: SchedulerOutput, results: list[StepResult]) -> list[tuple[Request, RequestOutput]]:
+    def _update(self, results: list[StepResult]) -> list[tuple[Request, RequestOutput]]:
         now = time.monotonic()
         self._counters["steps"] += 1
-        for item in scheduled.scheduled:
-            self._count_prompt(item.request, item.start, item.num_tokens, now)
-        self.scheduler.update(scheduled)
-        return [(r.request, self._commit(r)) for r in results if self._note_prompt_logprobs(r)]
+        outputs = []
+        for result in results:
+            self._count_prompt(result.item, now)
+            output = self._commit(result)
+            if output is not None:
+                outputs.append((result.request, output))
+        return outputs
 
-    def _commit(self, result: StepResult) -> RequestOutput:
-        """Append new tokens one by one until the request ends."""
+    def _commit(self, result: StepResult) -> RequestOutput | None:
+        """Append new tokens one by one until the request ends, then let the scheduler keep what is behind them.
+
+        What was accepted beyond the end is dropped as if it had never been drafted. None while the prompt is incomplete.
+        """
         request = result.request
-        output = self._output(request)
+        self._note_prompt_logprobs(result)
+        if not result.item.samples:
+            self.scheduler.update(result.item)
+            return None
         if not result.is_finite:
             return self._finish(request, FinishReason.ERROR, "the model's logits are not finite; try --dtype bfloat16")
+        output = self._output(request)
+        reason = FinishReason.LENGTH if request.max_tokens == 0 else None
         for token, logprobs in zip(result.token_ids, result.logprobs, strict=True):
-            request.append(token)
-            output.token_ids.append(token)
-            if logprobs is not None:
-                output.logprobs = [*(output.logprobs or []), logprobs]
-            self._counters["generated"] += 1
-            if self._ends(request, token, output):
+            reason = self._append(request, token, logprobs, output)
+            if reason is not None:
                 break
-        if request.max_tokens == 0:
-            self._end(request, FinishReason.LENGTH, output)
+        self.scheduler.update(result.item, min(result.num_accepted_tokens, len(output.token_ids)))
+        if self.speculator is not None and output.token_ids:
+            self.speculator.note(result, len(output.token_ids), is_last=reason is not None)
+        if reason is not None:
+            self._end(request, reason, output)
         output.num_output_tokens = len(request.output_token_ids)
         return output
 
-    def _ends(self, request: Request, token: int, output: RequestOutput) -> bool:
-        """Add the token's text to the output; whether the request ends with it."""
-        stream = self._streams[request]
+    def _append(
+        self, request: Request, token: int, logprobs: TokenLogprobs | None, output: RequestOutput
+    ) -> FinishReason | None:
+        """Commit a token and add it and its text to the output; the reason if the request ends with it."""
+        request.append(token)
+        output.token_ids.append(token)
+        if logprobs is not None:
+            output.logprobs = [*(output.logprobs or []), logprobs]
+        self._counters["generated"] += 1
         is_stop_token = token in request.stop_token_ids
         if not is_stop_token or request.params.include_stop_str_in_output:
-            delta = stream.append([token])
+            delta = self._streams[request].append([token])
             output.text += delta.text
             if delta.stop_string is not None:
                 output.stop_reason = delta.stop_string
-                self._end(request, FinishReason.STOP, output)
-                return True
+                return FinishReason.STOP
         if is_stop_token:
             output.stop_reason = token if token in request.params.stop_token_ids else None
-            self._end(request, FinishReason.STOP, output)
-            return True
+            return FinishReason.STOP
         if len(request.output_token_ids) >= request.max_tokens or request.num_tokens >= self.context_length:
-            self._end(request, FinishReason.LENGTH, output)
-            return True
-        return False
+            return FinishReason.LENGTH
+        return None
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """End a request outside a commit."""
@@ -213,7 +236,10 @@ class Engine:
         """The only way a request ends: its last text, its reason, its blocks."""
         output.text += self._streams.pop(request).flush()
         output.finish_reason = request.finish_reason = reason
+        output.speculation = request.speculation
         self._prompt_logprobs.pop(request, None)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         self.scheduler.finish(request)
 
     def _output(self, request: Request) -> RequestOutput:
@@ -228,11 +254,10 @@ class Engine:
             prompt_logprobs=self._all_prompt_logprobs(request) if first else None,
         )
 
-    def _note_prompt_logprobs(self, result: StepResult) -> bool:
-        """Keep a chunk's prompt log-probabilities; whether the prompt is complete now, so that there is something to say."""
+    def _note_prompt_logprobs(self, result: StepResult) -> None:
+        """Keep a chunk's prompt log-probabilities until the prompt is complete."""
         if result.prompt_logprobs:
             self._prompt_logprobs.setdefault(result.request, {}).update(result.prompt_logprobs)
-        return result.prompt_done
 
     def _all_prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
         if request.params.prompt_logprobs is None:
@@ -240,13 +265,14 @@ class Engine:
         found = self._prompt_logprobs.get(request, {})
         return [found.get(position) for position in range(request.num_prompt_tokens)]
 
-    def _count_prompt(self, request: Request, start: int, num_tokens: int, now: float) -> None:
+    def _count_prompt(self, item: ScheduledRequest, now: float) -> None:
         """Counters of a request's first schedule and of its prompt tokens."""
+        request = item.request
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             if request.index == 0:
                 self._counters["cached"] += request.num_cached_tokens
-        self._counters["computed"] += max(0, min(start + num_tokens, request.num_prompt_tokens) - start)
+        self._counters["computed"] += max(0, min(item.start + item.num_tokens, request.num_prompt_tokens) - item.start)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse an empty prompt and whatever lies outside the vocabulary."""

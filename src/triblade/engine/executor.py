@@ -1,23 +1,36 @@
 """What computes a step: the seam between the runner and a backend's way of running the decoder.
 
-`forward` computes the scheduled tokens and keeps their hidden states until the next call; `logits` reads any of their rows. Rows
+`forward` computes the scheduled tokens and keeps their hidden states until the next call; `score` reads any of their rows. Rows
 are in the order of the items. Knows no sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from triblade.engine.attend import PagedAttend
-from triblade.engine.batch import Batch
-from triblade.engine.scheduler import ScheduledRequest
+from triblade.engine.batch import Batch, StepItem
 from triblade.kv.cache import KVCache
 from triblade.models.decoder import Decoder
 from triblade.spec.sampler import best_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the head says about R rows.
+
+    Attributes:
+        best: the token of each row with the largest logit, -1 if the row is not finite; see `spec.sampler.best_tokens`.
+        logits: [R, V] float32, valid until the next call; None unless asked for.
+    """
+
+    best: list[int]
+    logits: Tensor | None
 
 
 class StepExecutor(Protocol):
@@ -31,28 +44,31 @@ class StepExecutor(Protocol):
         """Memory of the weights as they are kept."""
         ...
 
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """Compute the items' tokens; items of equal length stand together."""
         ...
 
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        """[R, V] float32 of rows of the last `forward`, V tokens; valid until the next call."""
+    @property
+    def max_rows(self) -> int | None:
+        """Most rows of logits in one call of `score`; None is no limit. Without logits there is none."""
         ...
 
-    def best(self) -> list[int]:
-        """Of the logits last asked for: see `spec.sampler.best_tokens`."""
+    def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
+        """Apply the head to rows of the last `forward`."""
         ...
 
 
 class TorchExecutor:
     """The decoder, op by op."""
 
+    max_rows = None
+
     def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int) -> None:
         self.name = decoder.backend.name
         self.cache = cache
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._hidden = self._logits = torch.empty(0)
+        self._hidden = torch.empty(0)
 
     @property
     def weight_bytes(self) -> int:
@@ -60,7 +76,7 @@ class TorchExecutor:
         return self._decoder.config.num_parameters * self._decoder.dtype.itemsize
 
     @torch.inference_mode()
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """See `StepExecutor`."""
         decoder = self._decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
@@ -68,11 +84,7 @@ class TorchExecutor:
         self._hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[int]) -> Tensor:
+    def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """See `StepExecutor`."""
-        self._logits = self._decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
-        return self._logits
-
-    def best(self) -> list[int]:
-        """See `StepExecutor`."""
-        return best_tokens(self._logits)
+        logits = self._decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
+        return Scores(best_tokens(logits), logits if with_logits else None)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from triblade.engine.scheduler import ScheduledRequest
+from triblade.engine.batch import StepItem
+from triblade.engine.executor import Scores
 from triblade.errors import UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import ALIGNMENT_BYTES, TILE_TOKENS
@@ -33,13 +34,10 @@ MAX_HEAD_DIM, MAX_COLUMNS, MAX_LAYERS = 512, 65536, 1024  # as in csrc/
 class NativeOptions:
     """How the program runs."""
 
-    threads: int
     vocab_size: int  # tokens that may be chosen
     max_tokens: int
-    max_rows: int
+    max_rows: int  # of logits kept at a time
     isa: str = ""  # "": the best one
-    spin_us: int = 200
-    cores: list[int] = field(default_factory=list)
 
 
 def native_module() -> Any | None:
@@ -81,7 +79,8 @@ class NativeExecutor:
         weights: packed; see `quant.packed_weights`. Their layers are taken out.
         cache: with arrangement "tiles".
         context_length: positions of the rope tables.
-        options: threads and sizes.
+        options: sizes.
+        team: threads; the programs of one engine share it. See `make_team`.
     """
 
     def __init__(
@@ -91,13 +90,9 @@ class NativeExecutor:
         cache: KVCache,
         context_length: int,
         options: NativeOptions,
+        team: Any,
     ) -> None:
-        native = native_module()
-        if native is None:
-            raise UnsupportedError(
-                "the native module was not built", hint="install a C++ compiler and reinstall triblade"
-            )
-        self._native = native
+        self._native = native = _module_or_error()
         _check_isa(options.isa, native.isas())
         self.name = f"native ({native.isa(options.isa)})"
         self.cache = cache
@@ -108,9 +103,7 @@ class NativeExecutor:
         self._held: list[Tensor] = []
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
         self._vocab_size = min(options.vocab_size, weights.head.num_rows)
-        self._best = array("i", [0] * options.max_rows)
-        self._num_rows = 0
-        self._program = self._make_program(options)
+        self._program = self._make_program(options, team)
         self._record()
         native.release_memory()
 
@@ -125,7 +118,7 @@ class NativeExecutor:
         size: int = self._program.buffer_bytes
         return size
 
-    def forward(self, items: Sequence[ScheduledRequest]) -> None:
+    def forward(self, items: Sequence[StepItem]) -> None:
         """See `StepExecutor`."""
         ids, first_rows, lengths, tables = array("i"), array("i", [0]), array("i"), array("q")
         for item in items:
@@ -135,24 +128,23 @@ class NativeExecutor:
             tables.append(_start(item.request.block_table))
         self._program.run(_start(ids), len(items), _start(first_rows), _start(lengths), _start(tables))
 
-    def logits(self, rows: Sequence[int]) -> Tensor:
+    @property
+    def max_rows(self) -> int | None:
         """See `StepExecutor`."""
-        index = array("i", rows)
-        self._num_rows = len(index)
-        self._program.logits(_start(index), len(index), self._logits.data_ptr(), _start(self._best))
-        return self._logits[: len(index), : self._vocab_size]
+        return len(self._logits)
 
-    def best(self) -> list[int]:
+    def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """See `StepExecutor`."""
-        return self._best[: self._num_rows].tolist()
+        index, best = array("i", rows), array("i", bytes(4 * len(rows)))
+        out = self._logits.data_ptr() if with_logits else 0
+        self._program.score(_start(index), len(index), out, _start(best))
+        return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
 
-    def _make_program(self, options: NativeOptions) -> Any:
+    def _make_program(self, options: NativeOptions, team: Any) -> Any:
         config = self._config
         return self._native.Program(
             isa=options.isa,
-            threads=options.threads,
-            spin_us=options.spin_us,
-            cores=options.cores,
+            team=team,
             max_tokens=options.max_tokens,
             max_rows=options.max_rows,
             hidden=config.hidden_size,
@@ -195,8 +187,8 @@ class NativeExecutor:
         program.project(down, self._keep(layer.mlp_post_norm), eps)
 
     def _layer_cache(self, index: int) -> Any:
-        layout = self.cache.layout
-        keys, values = layout.planes(index)
+        layout, layer = self.cache.layout, self.cache.first_layer + index
+        keys, values = layout.planes(layer)
         scales = (keys[1].offset_bytes, values[1].offset_bytes) if len(keys) > 1 else (0, 0)
         return self._native.LayerCache(
             pool=self.cache.pool.data_ptr(),
@@ -204,8 +196,8 @@ class NativeExecutor:
             planes=[keys[0].offset_bytes, values[0].offset_bytes, *scales],
             cache=_CACHES[layout.codec],
             block_size=layout.block_size,
-            kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+            kv_heads=layout.group(layer).num_kv_heads,
+            head_dim=layout.group(layer).head_dim,
         )
 
     def _matrix(self, matrix: PackedMatrix) -> Any:
@@ -222,6 +214,24 @@ class NativeExecutor:
     def _matrices(self) -> list[PackedMatrix]:
         layers = [matrix for layer in self._weights.layers for matrix in _matrices_of(layer)]
         return [self._weights.embedding, self._weights.head, *layers]
+
+
+def make_team(threads: int, spin_us: int = 200, cores: Sequence[int] = ()) -> Any:
+    """Threads that programs run on, one program at a time.
+
+    Args:
+        threads: the caller's included.
+        spin_us: microseconds that an idle thread spins before it parks.
+        cores: where to pin the other threads; none: wherever the system puts them.
+    """
+    return _module_or_error().Team(threads=threads, spin_us=spin_us, cores=list(cores))
+
+
+def _module_or_error() -> Any:
+    native = native_module()
+    if native is None:
+        raise UnsupportedError("the native module was not built", hint="install a C++ compiler and reinstall triblade")
+    return native
 
 
 def _check_isa(wanted: str, here: list[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from triblade.sampling_params import TokenLogprobs
+from triblade.spec.record import Speculation
 
 __all__ = ["FinishReason", "RequestOutput", "TokenLogprobs"]
 
@@ -39,6 +40,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     queue_time_s: float | None = None  # from arrival to the first step that computed something for it
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; None for the first token
+    speculation: Speculation | None = None  # with the last output, where drafts are made; the choice's whole record
     error: str | None = None
 
     @property

@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from triblade.engine.block_pool import CachedBlock
 from triblade.engine.outputs import FinishReason
 from triblade.sampling_params import SamplingParams
+from triblade.spec.record import Speculation
 
 
 class Status(Enum):
@@ -44,6 +46,8 @@ class Request:
 
     output_token_ids: list[int] = field(default_factory=list)
     draft_token_ids: list[int] = field(default_factory=list)  # proposed, not yet verified
+    draft_weights: Any = None  # see `spec.drafter.Draft.weights`
+    speculation: Speculation | None = None  # what became of its drafts; None where none are made
     token_ids: list[int] = field(default_factory=list)  # prompt and output
 
     status: Status = Status.WAITING  # scheduler
@@ -90,6 +94,10 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Served in this order; preempted in the reverse."""
         return (self.priority, self.number)
+
+    def propose(self, token_ids: list[int], weights: Any = None) -> None:
+        """Replace the draft."""
+        self.draft_token_ids, self.draft_weights = token_ids, weights
 
     def append(self, token_id: int) -> None:
         """Commit an output token."""

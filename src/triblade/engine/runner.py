@@ -1,20 +1,26 @@
-"""Executes one step: tokens -> executor -> logits of the rows that need them -> sampled tokens and log-probabilities.
+"""Executes one step: tokens -> executor -> scores of the rows that need them -> verified drafts, new tokens, log-probabilities.
 
-Owns no request state: what it returns is aligned with what was scheduled. Rows whose logits
-are not finite get no token, so that one bad request never poisons another.
+Plain decoding is a draft of length zero. A request with k drafts has k + 1 rows: row j is sampled as if the first j drafts were
+committed; the tokens count up to and including the first that differs from its draft.
+
+    tokens   ... 41 42 | d0 d1 d2        computed in this step: 42 d0 d1 d2
+    rows               |  0  1  2  3     sampled:               d0 d1 x  -     -> new tokens d0 d1 x, two drafts accepted
+
+Owns no request state: what it returns is aligned with what was scheduled. Rows whose logits are not finite get no token, so that
+one bad request never poisons another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
-from triblade.spec.sampler import Sampler, SamplerRow
+from triblade.spec.sampler import Proposal, Sampled, Sampler, SamplerRow
 
 # Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
 PROMPT_LOGITS_ROWS = 32
@@ -24,12 +30,23 @@ PROMPT_LOGITS_ROWS = 32
 class StepResult:
     """What one step found out about one scheduled request."""
 
-    request: Request
-    token_ids: list[int] = field(default_factory=list)  # new tokens; none while the prompt is incomplete
+    item: ScheduledRequest
+    first_row: int  # of the item among the executor's hidden states
+    token_ids: list[int] = field(
+        default_factory=list
+    )  # new tokens, accepted drafts first; none while the prompt is incomplete
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per token
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
-    prompt_done: bool = False
     is_finite: bool = True
+
+    @property
+    def request(self) -> Request:
+        return self.item.request
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts among the new tokens."""
+        return max(0, len(self.token_ids) - 1)
 
 
 class ModelRunner:
@@ -44,53 +61,91 @@ class ModelRunner:
         items = sorted(scheduled, key=lambda item: item.num_tokens)  # equal lengths stand together
         first_rows = [0, *accumulate(item.num_tokens for item in items)]
         self.executor.forward(items)
-        results = [StepResult(item.request, prompt_done=item.samples) for item in items]
-        self._score_prompts(items, first_rows, results)
-        self._sample(items, first_rows, results)
+        results = [StepResult(item, row) for item, row in zip(items, first_rows, strict=False)]
+        self._score_prompts(results)
+        self._sample([r for r in results if r.item.samples and r.request.max_tokens > 0])
         return results
 
-    def _sample(self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]) -> None:
-        """Sample for every item that reached the end of its known tokens, unless it wants no token."""
-        chosen = [i for i, item in enumerate(items) if item.samples and item.request.max_tokens > 0]
-        if not chosen:
+    def _sample(self, results: list[StepResult]) -> None:
+        """Sample and verify for every item that reached the end of its known tokens."""
+        rows, wanted = list[int](), list[SamplerRow]()
+        for result in results:
+            end = result.first_row + result.item.num_tokens
+            rows += range(end - result.item.num_draft_tokens - 1, end)
+            wanted += sampler_rows(result.request, result.item.num_draft_tokens)
+        if not rows:
             return
-        logits = self.executor.logits([first_rows[i + 1] - 1 for i in chosen])
-        best = self.executor.best()
-        if min(best) < 0:
-            for i, token in zip(chosen, best, strict=True):
-                results[i].is_finite = token >= 0
-            kept = [n for n, token in enumerate(best) if token >= 0]
-            chosen, best, logits = [chosen[n] for n in kept], [best[n] for n in kept], logits[kept]
-        if not chosen:
-            return
-        sampled = self.sampler.sample(logits, [sampler_row(items[i].request) for i in chosen], best)
-        for i, token, logprobs in zip(chosen, sampled.token_ids, sampled.logprobs, strict=True):
-            results[i].token_ids, results[i].logprobs = [token], [logprobs]
+        sampled = self._sample_rows(rows, wanted)
+        verdicts = zip(sampled.token_ids, sampled.logprobs, strict=True)
+        for result in results:
+            _verify(result, list(islice(verdicts, result.item.num_draft_tokens + 1)))
 
-    def _score_prompts(self, items: list[ScheduledRequest], first_rows: list[int], results: list[StepResult]) -> None:
+    def _sample_rows(self, rows: list[int], wanted: list[SamplerRow]) -> Sampled:
+        """A token for every row, -1 for those that are not finite."""
+        if all(row.is_plain_greedy for row in wanted):
+            scores = self.executor.score(rows, with_logits=False)
+            return Sampled(scores.best, [None] * len(rows))
+        whole = Sampled([], [])
+        size = self.executor.max_rows or len(rows)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            scores = self.executor.score(rows[part], with_logits=True)
+            assert scores.logits is not None
+            sampled = self.sampler.sample(scores.logits, wanted[part], scores.best)
+            whole.token_ids.extend(t if b >= 0 else -1 for t, b in zip(sampled.token_ids, scores.best, strict=True))
+            whole.logprobs.extend(sampled.logprobs)
+        return whole
+
+    def _score_prompts(self, results: list[StepResult]) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's tokens, where asked for."""
-        for item, first_row, result in zip(items, first_rows, results, strict=False):
-            request = item.request
-            if request.params.prompt_logprobs is None:
+        for result in results:
+            item, request = result.item, result.request
+            number = request.params.prompt_logprobs
+            if number is None:
                 continue
             # The token at position p predicts the one at p + 1.
             stop = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
             for start in range(item.start, stop, PROMPT_LOGITS_ROWS):
                 targets = request.prompt_token_ids[start + 1 : min(start + PROMPT_LOGITS_ROWS, stop) + 1]
-                row = first_row + start - item.start
-                logits = self.executor.logits(range(row, row + len(targets)))
-                scored = self.sampler.logprobs(logits, targets, [request.params.prompt_logprobs] * len(targets))
+                row = result.first_row + start - item.start
+                logits = self.executor.score(range(row, row + len(targets)), with_logits=True).logits
+                assert logits is not None
+                scored = self.sampler.logprobs(logits, targets, [number] * len(targets))
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
 
 
-def sampler_row(request: Request) -> SamplerRow:
-    """What the sampler must know of a request."""
-    return SamplerRow(
-        params=request.params,
-        seed=request.seed,
-        position=len(request.output_token_ids),
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        stop_token_ids=request.stop_token_ids,
-        bad_words=request.bad_words_ids,
-    )
+def _verify(result: StepResult, verdicts: list[tuple[int, TokenLogprobs | None]]) -> None:
+    """Take the sampled tokens up to and including the first that is not the draft's."""
+    drafts = result.request.draft_token_ids[: result.item.num_draft_tokens]
+    for (token, logprobs), draft in zip(verdicts, [*drafts, None], strict=True):
+        if token < 0:
+            # What was accepted before is sound; the request ends when it comes to this position again.
+            result.is_finite = bool(result.token_ids)
+            return
+        result.token_ids.append(token)
+        result.logprobs.append(logprobs)
+        if token != draft:
+            return
+
+
+def sampler_rows(request: Request, num_draft_tokens: int) -> Iterator[SamplerRow]:
+    """What the sampler must know of the rows of a request: row j follows its first j drafts."""
+    drafts, weights = request.draft_token_ids, request.draft_weights
+    before: Sequence[int] = request.output_token_ids
+    for number in range(num_draft_tokens + 1):
+        proposal = None
+        if weights is not None and number < num_draft_tokens:
+            proposal = Proposal(drafts[number], weights[number])
+        row = SamplerRow(
+            params=request.params,
+            seed=request.seed,
+            position=len(request.output_token_ids) + number,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=before,
+            stop_token_ids=request.stop_token_ids,
+            bad_words=request.bad_words_ids,
+            proposal=proposal,
+        )
+        yield row
+        if number < num_draft_tokens and not row.is_plain:  # a plain row does not look back
+            before = [*before, drafts[number]]

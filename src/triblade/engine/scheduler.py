@@ -110,13 +110,25 @@ class Scheduler:
             self._schedule_waiting(output, budget)
         return output
 
-    def update(self, output: SchedulerOutput) -> None:
-        """After the step: advance the frontiers and publish the blocks that became full."""
-        for item in output.scheduled:
-            request = item.request
-            if request.status is Status.RUNNING:
-                request.num_computed_tokens += item.num_tokens - item.num_draft_tokens
-                self._publish(request)
+    def update(self, item: ScheduledRequest, num_accepted_tokens: int = 0) -> None:
+        """After the step, its new tokens committed: advance the frontier, publish the blocks that became full, drop the draft.
+
+        The KV of rejected drafts stays behind the frontier, where nobody reads it and the next step writes.
+        """
+        request = item.request
+        if request.status is Status.RUNNING:
+            request.num_computed_tokens += item.num_tokens - item.num_draft_tokens + num_accepted_tokens
+            request.propose([])
+            self._publish(request)
+
+    def reserve(self, request: Request, num_draft_tokens: int) -> int:
+        """Blocks for the KV of a draft, as far as they are free; returns how many drafted tokens they hold.
+
+        A draft never preempts anybody.
+        """
+        wanted = self._blocks_for(request.num_tokens + num_draft_tokens) - len(request.block_table)
+        request.block_table.extend(self.pool.allocate(max(0, min(wanted, self.pool.num_free))))
+        return max(0, min(num_draft_tokens, len(request.block_table) * self.block_size - request.num_tokens))
 
     def owned_blocks(self) -> Iterator[int]:
         """Every block reference held by a request, for `BlockPool.check`."""
@@ -215,7 +227,7 @@ class Scheduler:
         self.pool.release(request.block_table)
         request.block_table, request.published = array("i"), []
         request.num_computed_tokens = 0
-        request.draft_token_ids = []
+        request.propose([])
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from triblade.kv.layout import TILE_TOKENS, Arrangement, KVLayout
+from triblade.kv.layout import TILE_TOKENS, Arrangement, LayerGroup
 
 PlaneKind = Literal["keys", "values", "scales"]
 
@@ -31,9 +31,9 @@ class PlaneView(Protocol):
 class TokenPlane:
     """Token after token; of each, head after head."""
 
-    def __init__(self, items: Tensor, layout: KVLayout, kind: PlaneKind) -> None:
-        self._shape = (layout.num_kv_heads,) if kind == "scales" else (layout.num_kv_heads, layout.head_dim)
-        self._items: Tensor = items.unflatten(1, (layout.block_size, -1))  # [num_blocks, block_size, G * D or G]
+    def __init__(self, items: Tensor, block_size: int, group: LayerGroup, kind: PlaneKind) -> None:
+        self._shape = (group.num_kv_heads,) if kind == "scales" else (group.num_kv_heads, group.head_dim)
+        self._items: Tensor = items.unflatten(1, (block_size, -1))  # [num_blocks, block_size, G * D or G]
 
     def write(self, block: Tensor, offset: Tensor, encoded: Tensor) -> None:
         self._items[block, offset] = encoded.flatten(1)
@@ -48,9 +48,9 @@ class TilePlane:
     tokens of each dimension side by side for int8, and whole vectors for bfloat16.
     """
 
-    def __init__(self, items: Tensor, layout: KVLayout, kind: PlaneKind) -> None:
-        heads, dim = layout.num_kv_heads, layout.head_dim
-        tiles = layout.block_size // TILE_TOKENS
+    def __init__(self, items: Tensor, block_size: int, group: LayerGroup, kind: PlaneKind) -> None:
+        heads, dim = group.num_kv_heads, group.head_dim
+        tiles = block_size // TILE_TOKENS
         packed = 4 // items.element_size()
         # Axes of a tile, and where token (t) and dimension (d) are among them.
         self._kind, self._packed = kind, packed

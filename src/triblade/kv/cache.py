@@ -6,6 +6,7 @@ A slot is block * block_size + offset.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -36,9 +37,16 @@ class KVCache:
         self.dtype = dtype
         self._codec: KVCodec = KV_CODECS[layout.codec]()
         self.pool = _zeros(num_blocks, layout.row_bytes, torch.device(device))
-        planes = [layout.planes(layer) for layer in range(layout.num_layers)]
-        self._keys = [tuple(self._view(plane, "keys") for plane in keys) for keys, _ in planes]
-        self._values = [tuple(self._view(plane, "values") for plane in values) for _, values in planes]
+        self.first_layer = 0
+        self._keys, self._values = self._views(layout.target.num_layers)
+
+    def draft(self) -> KVCache:
+        """The same rows, seen from a drafter: layer 0 is its first."""
+        assert self.layout.draft is not None, "the layout has no layers for a drafter"
+        other = copy(self)
+        other.first_layer = self.layout.num_layers
+        other._keys, other._values = other._views(self.layout.draft.num_layers)
+        return other
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Encode keys and values [T, G, D] into slots [T] of a layer."""
@@ -57,12 +65,24 @@ class KVCache:
         decoded = self._codec.decode(encoded, self.dtype)
         return decoded.view(block_table.shape[0], -1, *decoded.shape[1:])
 
-    def _view(self, plane: Plane, kind: Literal["keys", "values"]) -> PlaneView:
+    def _views(self, num_layers: int) -> tuple[list[tuple[PlaneView, ...]], list[tuple[PlaneView, ...]]]:
+        """The planes of the keys and of the values, by layer."""
+        keys, values = [], []
+        for layer in range(self.first_layer, self.first_layer + num_layers):
+            key_planes, value_planes = self.layout.planes(layer)
+            keys.append(tuple(self._view(plane, layer, "keys") for plane in key_planes))
+            values.append(tuple(self._view(plane, layer, "values") for plane in value_planes))
+        return keys, values
+
+    def _view(self, plane: Plane, layer: int, kind: Literal["keys", "values"]) -> PlaneView:
         """A plane of every block, sharing the pool's memory."""
         typed = self.pool.view(getattr(torch, plane.spec.dtype))  # [num_blocks, row items]
         start = plane.offset_bytes // plane.spec.item_bytes
         items = typed[:, start : start + self.layout.block_size * plane.items_per_token]
-        return PLANES[self.layout.arrangement](items, self.layout, kind if plane.spec.per_dimension else "scales")
+        make = PLANES[self.layout.arrangement]
+        return make(
+            items, self.layout.block_size, self.layout.group(layer), kind if plane.spec.per_dimension else "scales"
+        )
 
 
 def _zeros(rows: int, row_bytes: int, device: torch.device) -> Tensor:

@@ -1,9 +1,10 @@
 """How many bytes a KV block has and what lies where: one row holds `block_size` tokens of all layers, encoded.
 
-Pure arithmetic, no tensor; nobody else computes a byte of the cache. Within a row the layers follow each other; within a layer
-come the planes of the keys, then those of the values; within a plane the tokens, then the heads:
+Pure arithmetic, no tensor; nobody else computes a byte of the cache. Within a row the layers follow each other, those of a draft
+model behind the target's, so that whoever shares, evicts or sends a block does it for both. Within a layer come the planes of the
+keys, then those of the values; within a plane the tokens, then the heads:
 
-    row   [ layer 0 | layer 1 | ... ]                         each layer begins at a multiple of 64 bytes
+    row   [ layer 0 | layer 1 | ... | draft layer 0 | ... ]   each layer begins at a multiple of 64 bytes
     layer [ K values | V values | K scales | V scales ]       fp codecs have values only
     plane [ token 0: head 0, head 1, ... | token 1: ... ]     arrangement "tokens"
           [ tile 0: head 0, head 1, ... | tile 1: ... ]       arrangement "tiles": 16 tokens of a head, in the order of the
@@ -51,6 +52,15 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers of equal shape."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """The layout of one pool; equal layouts with equal `model_hash` may exchange rows."""
 
@@ -60,18 +70,29 @@ class KVLayout:
     block_size: int
     codec: str  # a key of CODEC_PLANES
     arrangement: Arrangement = "tokens"  # "tiles" needs whole tiles of 16 tokens in a block
+    draft: LayerGroup | None = None  # of a drafter with KV of its own; its layers are counted on from the target's
     model_hash: str = ""
     rope: str = ""
 
     @property
-    def layer_bytes(self) -> int:
+    def target(self) -> LayerGroup:
+        return LayerGroup(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def group(self, layer: int) -> LayerGroup:
+        """The shape of a layer."""
+        if layer < self.num_layers or self.draft is None:
+            return self.target
+        return self.draft
+
+    def layer_bytes(self, layer: int = 0) -> int:
         """Bytes of one layer in a row, padding included."""
-        return _aligned(sum(self._plane_bytes(spec) for spec in self._specs()))
+        return _aligned(sum(self._plane_bytes(spec, layer) for spec in self._specs()))
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one block."""
-        return self.num_layers * self.layer_bytes
+        draft = 0 if self.draft is None else self.draft.num_layers * self.layer_bytes(self.num_layers)
+        return self.num_layers * self.layer_bytes() + draft
 
     @property
     def bytes_per_token(self) -> float:
@@ -79,11 +100,12 @@ class KVLayout:
 
     def planes(self, layer: int) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
         """The planes of a layer's keys and of its values."""
-        offset = layer * self.layer_bytes
+        offset = min(layer, self.num_layers) * self.layer_bytes()
+        offset += max(0, layer - self.num_layers) * self.layer_bytes(layer)
         found: list[Plane] = []
         for spec in self._specs():
-            found.append(Plane(spec, offset, self._items_per_token(spec)))
-            offset += self._plane_bytes(spec)
+            found.append(Plane(spec, offset, self._items_per_token(spec, layer)))
+            offset += self._plane_bytes(spec, layer)
         return tuple(found[0::2]), tuple(found[1::2])
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -98,11 +120,12 @@ class KVLayout:
         """Keys and values alternate, so that equal item sizes lie together."""
         return tuple(spec for spec in CODEC_PLANES[self.codec] for _ in ("keys", "values"))
 
-    def _items_per_token(self, spec: PlaneSpec) -> int:
-        return self.num_kv_heads * (self.head_dim if spec.per_dimension else 1)
+    def _items_per_token(self, spec: PlaneSpec, layer: int) -> int:
+        group = self.group(layer)
+        return group.num_kv_heads * (group.head_dim if spec.per_dimension else 1)
 
-    def _plane_bytes(self, spec: PlaneSpec) -> int:
-        return self.block_size * self._items_per_token(spec) * spec.item_bytes
+    def _plane_bytes(self, spec: PlaneSpec, layer: int) -> int:
+        return self.block_size * self._items_per_token(spec, layer) * spec.item_bytes
 
 
 def _aligned(size_bytes: int) -> int:

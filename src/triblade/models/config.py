@@ -71,6 +71,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
+    skipped_layers: int = 0  # that the checkpoint has behind these: a draft may be the first layers of its target
     num_heads: int
     num_kv_heads: int
     head_dim: int

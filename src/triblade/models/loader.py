@@ -37,11 +37,13 @@ class OpenModel:
     dtype: torch.dtype
     eos_token_ids: frozenset[int]  # everything that any of the model's files says ends a turn
     generation_config: Mapping[str, Any]
+    token_limit: int | None = None  # a draft has no tokens that its target has not
 
     @property
     def vocab_size(self) -> int:
         """Valid ids are below this: tokens without an embedding row, and rows without a token, exist for nobody."""
-        return min(self.tokenizer.vocab_size, self.config.vocab_size)
+        known = min(self.tokenizer.vocab_size, self.config.vocab_size)
+        return known if self.token_limit is None else min(known, self.token_limit)
 
     @property
     def weight_bytes(self) -> int:

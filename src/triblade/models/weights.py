@@ -22,6 +22,7 @@ from triblade.ops.backend import Linear
 
 # Buffers that old tools saved beside the weights.
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class TensorSource(Protocol):
@@ -52,6 +53,16 @@ def load_weights(
         CheckpointError: a parameter is missing, has another shape, or the checkpoint holds one the model does not have.
     """
     return DenseReader(source, config, dtype, torch.device(device)).read()
+
+
+def wanted_names(source: TensorSource, config: ModelConfig) -> frozenset[str]:
+    """Tensors of the checkpoint that carry weights of the model: all, but for layers that it skips."""
+    return frozenset(n for n in source.names() if not _NOT_WEIGHTS.search(n) and not _is_skipped(n, config))
+
+
+def _is_skipped(name: str, config: ModelConfig) -> bool:
+    layer = _LAYER.match(name)
+    return layer is not None and 0 <= int(layer[1]) - config.num_layers < config.skipped_layers
 
 
 def layer_prefix(index: int) -> str:
@@ -136,7 +147,7 @@ class WeightReader(ABC, Generic[M]):
         self._read.add(name)
 
     def _check_nothing_left(self) -> None:
-        unread = sorted(name for name in self.source.names() - self._read if not _NOT_WEIGHTS.search(name))
+        unread = sorted(wanted_names(self.source, self.config) - self._read)
         left = [name for name in unread if not self._is_zero_bias(name)]
         if left:
             raise CheckpointError(

@@ -7,7 +7,7 @@ quantized checkpoint. With `int4` or `int8` it is rounded to nearest while loadi
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights
 from triblade.models.gguf_checkpoint import GGUFCheckpoint
-from triblade.models.weights import TensorSource, WeightReader, check_shape
+from triblade.models.weights import TensorSource, WeightReader, check_shape, wanted_names
 from triblade.ops.packing import (
     BLOCK_ROWS,
     PackedMatrix,
@@ -35,6 +35,7 @@ from triblade.quant.rtn import round_to_nearest
 log = logging.getLogger(__name__)
 
 Scheme = Literal["int4", "int8"]
+SCHEME_BITS: Mapping[Scheme, int] = {"int4": 4, "int8": 8}
 GROUPS = (64, 32, 16)  # tried in this order; 64 costs half the scales of 32
 _NO_CODES = "stored dense"
 
@@ -54,7 +55,7 @@ class PackingReader(WeightReader[PackedMatrix]):
     ) -> None:
         super().__init__(source, config, torch.device("cpu"))
         self._dtype = dtype
-        self._bits = {None: None, "int4": 4, "int8": 8}[scheme]
+        self._bits = None if scheme is None else SCHEME_BITS[scheme]
         self._dense_reasons: dict[str, str] = {}  # reason -> the first module
 
     def read(self) -> DecoderWeights[PackedMatrix]:
@@ -209,13 +210,13 @@ def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, 
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     body = config.num_parameters - tables
     if scheme is not None:
-        bits = {"int4": 4, "int8": 8}[scheme]
+        bits = SCHEME_BITS[scheme]
         group = group_for(config.hidden_size)
         return int(body * (bits / 8 + 2 / group) + tables * (1 + 2 / group))
     if isinstance(source, QuantizedCheckpoint):
         return _SizeReader(source, config, dtype).total()
     if isinstance(source, GGUFCheckpoint):
-        return sum(_stored_bytes(source, name, dtype) for name in source.names())
+        return sum(_stored_bytes(source, name, dtype) for name in wanted_names(source, config))
     return config.num_parameters * dtype.itemsize
 
 

@@ -3,6 +3,14 @@
 Knows no model and no request, only rows (`SamplerRow`). A row's token is a function of its logits, its row and
 nothing else: not of the batch, not of the order, not of what was drawn before. Columns beyond the vocabulary
 (padding rows of an embedding) are cut off first and exist for nobody.
+
+Verifying a draft is sampling a row for each of its positions and keeping them while they agree with it:
+
+* A proposal that is certain (greedy, or found in a text) is a draw from one point x. Rejection sampling keeps it with
+  probability p(x), and else draws from p without x. Drawing y from p and comparing it with x is just that; the token is the
+  one that plain decoding would have drawn, seed for seed.
+* A proposal x drawn from q is kept with probability min(1, p(x) / q(x)), and else replaced by a draw from max(0, p - q)
+  (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", ICML 2023, section 2.3).
 """
 
 from __future__ import annotations
@@ -18,9 +26,10 @@ from triblade.spec.distribution import draw, filtered_weights, total_weight
 from triblade.spec.logits import process_logits
 from triblade.spec.logprobs import token_logprobs
 from triblade.spec.random_numbers import child_seed, uniform
-from triblade.spec.sampler_row import SamplerRow
+from triblade.spec.rejection import keep_or_replace
+from triblade.spec.sampler_row import Proposal, SamplerRow
 
-__all__ = ["Sampled", "Sampler", "SamplerRow", "best_tokens", "child_seed", "uniform"]
+__all__ = ["Proposal", "Sampled", "Sampler", "SamplerRow", "best_tokens", "child_seed", "uniform"]
 
 CELLS_AT_ONCE = 2**23  # weights made together; bounds the memory of a step with a large vocabulary
 
@@ -123,4 +132,10 @@ def _draw_rows(processed: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     """Token ids [R] of rows that are not greedy, from processed logits [R, V]."""
     weights = filtered_weights(processed, [row.params for row in rows])
     uniforms = [uniform(row.seed, row.position) for row in rows]
-    return draw(weights, torch.tensor(uniforms, dtype=torch.float64).to(weights.device))
+    drawn = draw(weights, torch.tensor(uniforms, dtype=torch.float64).to(weights.device))
+    proposed = [number for number, row in enumerate(rows) if row.proposal is not None]
+    if proposed:
+        index = torch.tensor(proposed).to(weights.device)
+        proposals = [row.proposal for row in rows if row.proposal is not None]
+        drawn[index] = keep_or_replace(weights[index], [rows[number] for number in proposed], proposals)
+    return drawn

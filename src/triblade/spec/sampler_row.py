@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from triblade.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A draft's token for one row, drawn from integer weights [V] (see `spec.distribution`)."""
+
+    token_id: int
+    weights: Tensor
 
 
 @dataclass(slots=True)
@@ -23,6 +33,14 @@ class SamplerRow:
     output_token_ids: Sequence[int]  # before this position
     stop_token_ids: frozenset[int]  # barred until `min_tokens` tokens exist
     bad_words: Sequence[Sequence[int]] = ()  # `params.bad_words` as token ids
+    proposal: Proposal | None = (
+        None  # of a draft that was drawn; a row that is not greedy keeps it by rejection sampling
+    )
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the largest raw logit decides and nothing else is wanted."""
+        return self.params.is_greedy and self.params.logprobs is None and self.is_plain
 
     @property
     def is_plain(self) -> bool:

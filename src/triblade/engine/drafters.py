@@ -1,0 +1,65 @@
+"""From a drafter's name to a drafter: what it takes of memory before anything is loaded, then the drafter itself.
+
+A plan is made first (KV layers and weights count in the memory plan), the drafter when the target's executor and cache exist. What
+drafters share with their target stands in `TargetParts`; nobody reaches into the target otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from triblade.config import EngineConfig
+from triblade.engine.executor import StepExecutor
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import LayerGroup
+from triblade.models.loader import OpenModel
+from triblade.registry import DRAFTERS
+from triblade.spec.drafter import Drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What a drafter may use of its target.
+
+    Attributes:
+        executor: of the target, whose hidden states of the last step a head reads.
+        cache: the pool; `cache.draft()` holds the drafter's layers where its plan asked for some.
+        context_length: tokens of the longest sequence.
+        team: threads of the native backend; None on others.
+    """
+
+    executor: StepExecutor
+    cache: KVCache
+    context_length: int
+    team: Any | None
+
+
+class DrafterPlan(Protocol):
+    """A drafter that is not loaded yet."""
+
+    @property
+    def layers(self) -> LayerGroup | None:
+        """KV layers it keeps in the target's rows; None keeps none."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of its weights, none of them the target's."""
+        ...
+
+    def build(self, target: TargetParts) -> Drafter:
+        """Load it."""
+        ...
+
+
+def plan_drafter(config: EngineConfig, model: OpenModel, *, is_native: bool) -> DrafterPlan | None:
+    """The plan of the drafter that is asked for; None decodes plainly.
+
+    Raises:
+        TribladeError: the drafter does not fit the model, with the first reason.
+    """
+    if config.drafter is None:
+        return None
+    plan: DrafterPlan = DRAFTERS[config.drafter](config, model, is_native=is_native)
+    return plan

@@ -1,0 +1,144 @@
+"""Between two steps: how many tokens to draft for each request, blocks for their KV, the drafts, and what became of them.
+
+Joins a drafter, which knows no scheduler, with a policy, which knows no tensor. A length is cut to what the request may still
+produce, to the free blocks and to the budget of the next step, so that a draft never costs another request its turn.
+
+Life of a step: its tokens are committed, `note` counts them request by request -> `after_step` tells the policy what it took, asks
+for lengths, and has the drafter propose what the next step verifies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from triblade.config import EngineConfig
+from triblade.engine.request import Request
+from triblade.engine.runner import StepResult
+from triblade.engine.scheduler import Scheduler
+from triblade.spec.drafter import Drafter, DraftItem
+from triblade.spec.policy import (
+    AdaptivePolicy,
+    Candidate,
+    DraftPolicy,
+    FixedPolicy,
+    PolicySettings,
+    PromptRule,
+    StepRecord,
+    Verified,
+)
+from triblade.spec.record import Speculation, SpeculationCounts
+
+log = logging.getLogger(__name__)
+
+
+def make_policy(config: EngineConfig) -> DraftPolicy:
+    """The policy that a configuration asks for."""
+    rule = PromptRule(config.direct_prompt_tokens, config.speculate_prompt_tokens)
+    if config.draft_policy == "fixed":
+        return FixedPolicy(config.num_speculative_tokens, rule)
+    return AdaptivePolicy(PolicySettings(max_length=config.num_speculative_tokens), rule)
+
+
+class Speculator:
+    """Asks a drafter for proposals after every step.
+
+    Args:
+        drafter: proposes.
+        scheduler: holds blocks and budget.
+        policy: decides how many tokens to draft.
+
+    Attributes:
+        counts: of all requests since the start.
+    """
+
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, policy: DraftPolicy) -> None:
+        self.drafter = drafter
+        self.policy = policy
+        self.counts = SpeculationCounts()
+        self._scheduler = scheduler
+        self._asked: dict[int, int] = {}  # request number -> tokens asked for in the draft that is not verified yet
+        self._noted: list[tuple[Speculation, Verified]] = []  # decoding requests of this step
+        self._draft_s: float | None = None  # of the last proposals; None where they also took in prompts
+
+    def note(self, result: StepResult, num_committed: int, *, is_last: bool) -> None:
+        """A request got `num_committed` tokens in this step, at least one; `is_last` if it ends with them."""
+        request, drafted, accepted = result.request, result.item.num_draft_tokens, num_committed - 1
+        if request.speculation is None:
+            request.speculation = Speculation()
+        request.speculation.add(drafted, accepted)
+        self.counts.add(drafted, accepted)
+        asked = self._asked.pop(request.number, drafted)
+        if _decodes(result):
+            verified = Verified(request.number, asked, drafted, accepted, is_last)
+            self._noted.append((request.speculation, verified))
+
+    def after_step(self, results: Sequence[StepResult], seconds: float) -> None:
+        """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are."""
+        self._learn(sum(result.item.num_tokens for result in results), seconds)
+        self._propose([result for result in results if not result.request.is_finished])
+
+    def forget(self, request: Request) -> None:
+        """A request ended."""
+        self.drafter.forget(request)
+        self.policy.forget(request.number)
+        self._asked.pop(request.number, None)
+        if request.speculation is not None:
+            log.debug(
+                "%s, choice %d: (drafted, accepted) by step: %s",
+                request.request_id,
+                request.index,
+                request.speculation.trace,
+            )
+
+    def _learn(self, rows: int, seconds: float) -> None:
+        """Tell the policy, and each request what its tokens would have taken without drafts."""
+        noted, self._noted = self._noted, []
+        record = StepRecord([verified for _, verified in noted], rows, seconds, self._draft_s)
+        self.policy.observe(record)
+        if not noted or not record.is_decode_only or self._draft_s is None:
+            return
+        plain_s = self.policy.plain_step_s(len(noted))
+        if plain_s is None:
+            return
+        for speculation, verified in noted:
+            speculation.plain_s += plain_s * (1 + verified.accepted)
+            speculation.spent_s += seconds + self._draft_s
+
+    def _propose(self, results: list[StepResult]) -> None:
+        if not results:
+            self._draft_s = None
+            return
+        items = self._items(results)
+        start = time.perf_counter()
+        drafts = self.drafter.propose(items)
+        self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None
+        for item, draft in zip(items, drafts, strict=True):
+            assert len(draft.token_ids) <= item.length, "a draft is longer than asked for"
+            assert isinstance(item.request, Request)
+            item.request.propose(draft.token_ids, draft.weights)
+            self._asked[item.request.number] = item.length
+
+    def _items(self, results: list[StepResult]) -> list[DraftItem]:
+        """Lengths as the policy wants them, as far as budget and blocks go; 0 within a prompt."""
+        decoding = [result.request for result in results if result.item.samples]
+        candidates = [
+            Candidate(r.number, r.num_prompt_tokens, r.max_tokens - len(r.output_token_ids)) for r in decoding
+        ]
+        wanted = dict(zip((r.number for r in decoding), self.policy.lengths(candidates), strict=True))
+        budget = self._scheduler.max_num_batched_tokens - len(self._scheduler.running)
+        items = []
+        for result in results:
+            request = result.request
+            length = max(0, min(wanted.get(request.number, 0), budget))
+            if length:
+                length = self._scheduler.reserve(request, length)
+            budget -= length
+            items.append(DraftItem(request, result.item.start, request.num_computed_tokens, result.first_row, length))
+        return items
+
+
+def _decodes(result: StepResult) -> bool:
+    """Whether a request computed one known token, and drafts; chunks of prompts take more."""
+    return result.item.num_tokens == result.item.num_draft_tokens + 1

@@ -1,0 +1,72 @@
+"""What became of drafts: counts of one choice or of a whole engine, and the trace of a choice, step by step.
+
+Counts tokens that were committed and nothing else. Every step commits one token of its own; those beyond it are the accepted ones,
+so a draft token that ends its request is the step's own. Invariant: the tokens of an answer are the steps that gave some, plus the
+accepted tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counts over steps that committed tokens, once per request and step; lists are by position in a draft."""
+
+    num_steps: int = 0
+    num_drafts: int = 0  # steps with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A step verified `drafted` tokens of a request and committed `accepted` of them beside its own token."""
+        self.num_steps += 1
+        self.num_drafts += drafted > 0
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        missing = drafted - len(self.drafted_per_position)
+        self.drafted_per_position.extend([0] * missing)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(drafted):
+            self.drafted_per_position[position] += 1
+            self.accepted_per_position[position] += position < accepted
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Mean tokens of a step with a draft, its own included; None without any."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    def snapshot(self) -> SpeculationCounts:
+        """A copy that stays as it is."""
+        return copy.deepcopy(self)
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Drafting for one choice.
+
+    Attributes:
+        counts: over all its steps.
+        trace: drafted and accepted tokens of each step that gave tokens; their sum plus one per step is the answer's length.
+        spent_s: time of steps for which it is known what they would have taken without drafts.
+        plain_s: that time, for as many tokens.
+    """
+
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    trace: list[tuple[int, int]] = field(default_factory=list)
+    spent_s: float = 0.0
+    plain_s: float = 0.0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A step committed a token of its own and `accepted` of `drafted` tokens."""
+        self.counts.add(drafted, accepted)
+        self.trace.append((drafted, accepted))
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated time per token without drafts, over that with them; None while nothing is known."""
+        return self.plain_s / self.spent_s if self.spent_s > 0 else None
