@@ -89,10 +89,15 @@ def request(number: int, tokens: Sequence[int], width: int) -> Request:
 def compute(executor: StepExecutor, requests: Sequence[Request], size: int) -> Tensor:
     """Logits of every token of one step that computes `size` tokens of each request."""
     executor.forward([ScheduledRequest.next(r, size) for r in requests])
-    logits = executor.logits(range(size * len(requests))).clone()
+    most, parts = executor.max_rows or size * len(requests), []
+    for start in range(0, size * len(requests), most):
+        rows = range(start, min(start + most, size * len(requests)))
+        logits = executor.score(rows, with_logits=True).logits
+        assert logits is not None
+        parts.append(logits.clone())
     for r in requests:
         r.num_computed_tokens += size
-    return logits
+    return torch.cat(parts)
 
 
 def verify(name: str, weights: Weights, codec: str) -> float:
@@ -112,11 +117,12 @@ def verify(name: str, weights: Weights, codec: str) -> float:
     ours, expected = errors
     sections = [3 * size for size in (130, 200, 1, 1, 3, 20)]
     each = [
-        float((a - b).norm() / b.norm())
-        for a, b in zip(ours.split(sections), expected.split(sections), strict=True)
+        float((a - b).norm() / b.norm()) for a, b in zip(ours.split(sections), expected.split(sections), strict=True)
     ]
     best = float((ours.argmax(-1) == expected.argmax(-1)).float().mean())
-    print(f"verify {name} {weights} {codec}: {' '.join(f'{e:.2e}' for e in each)}; same best token {best:.3f}", flush=True)
+    print(
+        f"verify {name} {weights} {codec}: {' '.join(f'{e:.2e}' for e in each)}; same best token {best:.3f}", flush=True
+    )
     return max(each)
 
 
@@ -147,10 +153,10 @@ def replay_ms(model: Model, batch: int, context: int, steps: int = 24) -> tuple[
     for _ in range(steps):
         start = time.perf_counter()
         model.executor.forward(items)
-        model.executor.logits(range(batch))
-        model.executor.best()
+        model.executor.score(range(batch), with_logits=True)
         whole.append(time.perf_counter() - start)
-    graph = next(g for (size, queries), (g, _) in model.executor._graphs.items() if size >= batch and queries == 1)
+    recorded = model.executor._recorded
+    graph = next(step.graph for (size, queries), step in recorded.items() if size >= batch and queries == 1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -211,7 +217,9 @@ def generate(model: Model, batch: int, prompt: int, new: int) -> dict[str, float
     }
 
 
-def measure(name: str, weights: Weights, batches: Sequence[int], codec: str, prompt: int, new: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, weights: Weights, batches: Sequence[int], codec: str, prompt: int, new: int
+) -> list[dict[str, Any]]:
     """A line per batch."""
     config, lines = shape(name), []
     context = -(-(prompt + new) // BLOCK) * BLOCK
@@ -265,7 +273,11 @@ def main() -> None:
 
 def versions() -> Mapping[str, str]:
     """Of what the figures depend on."""
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "driver": str(torch.cuda.get_device_properties(0).name)}
+    return {
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "driver": str(torch.cuda.get_device_properties(0).name),
+    }
 
 
 if __name__ == "__main__":

@@ -149,7 +149,15 @@ class AttentionKernels:
         grid = (-(-heads // WARPS), qkv.shape[0], 1)
         self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
 
-    def attend(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, scoring: Scoring, out: Activations, first_row: int = 0) -> None:
+    def attend(
+        self,
+        qkv: Tensor,
+        sequences: Sequences,
+        layer: PagedLayer,
+        scoring: Scoring,
+        out: Activations,
+        first_row: int = 0,
+    ) -> None:
         """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are in the cache."""
         count = sequences.tables.shape[0]
         group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
@@ -199,4 +207,3 @@ def _places(layer: PagedLayer) -> tuple[int, ...]:
     return (
         layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads, int(layer.is_int8)
     )  # fmt: skip
-

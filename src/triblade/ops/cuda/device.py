@@ -22,7 +22,10 @@ from triblade.errors import UnsupportedError
 Grid = tuple[int, int, int]
 _Source = tuple[str, tuple[tuple[str, int], ...]]  # a file and the constants compiled in
 COMPILERS = 16  # threads
-OVERLAP_CAPABILITY = (9, 0)  # from here on a kernel may start before its predecessor ended
+LEAST_CAPABILITY = (
+    9,
+    0,
+)  # the sources use what older processors do not have: kernels that start before their predecessor ended
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -33,9 +36,7 @@ class Device(Protocol):
         """A kernel of a source file with constants compiled in; compiled once."""
         ...
 
-    def launch(
-        self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True
-    ) -> None:
+    def launch(self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True) -> None:
         """Queue a kernel; arguments are ctypes values, in order. One that does not overlap starts when everything before it is done."""
         ...
 
@@ -126,7 +127,7 @@ class CudaDevice:
             block=(threads, 1, 1),
             stream=torch.cuda.current_stream(self._device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
-            num_attributes=int(overlaps and self._capability >= OVERLAP_CAPABILITY),
+            num_attributes=int(overlaps),
         )
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
         if code:

@@ -88,7 +88,14 @@ def pack_dense(linear: Linear, *, is_gated: bool = False) -> DeviceMatrix:
         tile_bias = (bias[tile_order(rows).to(bias.device)] if is_gated else bias).float()
     weight = linear.weight.contiguous()
     return DeviceMatrix(
-        bits=DENSE_BITS, rows=rows, inputs=inputs, group=0, codes=weight, bias=bias, tile_bias=tile_bias, is_gated=is_gated
+        bits=DENSE_BITS,
+        rows=rows,
+        inputs=inputs,
+        group=0,
+        codes=weight,
+        bias=bias,
+        tile_bias=tile_bias,
+        is_gated=is_gated,
     )
 
 

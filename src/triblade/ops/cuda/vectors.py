@@ -48,7 +48,9 @@ class VectorKernels:
         predecessor.
         """
         numbers = (ctypes.c_int(table.shape[0]), ctypes.c_int(table.shape[1]), ctypes.c_float(scale))
-        self._launch("embed", (len(ids), 1, 1), 128, [pointer(table), pointer(ids), pointer(out), *numbers], overlaps=False)
+        self._launch(
+            "embed", (len(ids), 1, 1), 128, [pointer(table), pointer(ids), pointer(out), *numbers], overlaps=False
+        )
 
     def arrange(self, x: Tensor, out: Activations) -> None:
         """out = x [T, C] in the layout of inputs of products."""
