@@ -1,7 +1,7 @@
 """Time of every kernel of a decode step on one GPU: in CUDA graphs, over rotating copies of the weights, against the memory limit.
 
-`--tune` tries many ways to cut each product and writes the best of each to the results, which is where `ops.cuda.linear.tiling` comes
-from. Every product is compared with torch first. Run: python benchmarks/gpu_kernels.py [--tune] [--out FILE].
+`--tune` tries many ways to cut each product; `--table` writes the best, which is where `ops/cuda/tilings_sm90.json` comes from.
+Every product is compared with torch first. Run: python benchmarks/gpu_kernels.py [--tune] [--out FILE] [--table FILE].
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from triblade.kv.layout import KVLayout
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import CudaDevice
 from triblade.ops.cuda.linear import SHARED_BYTES, STREAMED_TOKENS, Activations, LinearKernels, Tiling, key_of, tiling
+from triblade.ops.cuda.linear import Product as LinearProduct
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
@@ -162,14 +163,14 @@ class Bench:
         worst = 0.0
         for cut in tilings:
             out.fill_(torch.nan)
-            self.linear.stream(cut, inputs, first, out)
+            self.linear.stream(LinearProduct(inputs, first, out), cut)
             worst = max(worst, difference := error(x, first, out, dense))
             if not difference < 1e-2:
                 print(f"WRONG {product.name} {tokens} {cut}: {difference}", flush=True)
                 continue
 
             def launch(number: int, cut: Tiling = cut) -> None:
-                self.linear.stream(cut, inputs, copies[number % len(copies)], out)
+                self.linear.stream(LinearProduct(inputs, copies[number % len(copies)], out), cut)
 
             found.append((time_us(launch), cut))
         library = time_us(lambda number: torch.mm(x, dense.T), 16)
@@ -195,49 +196,40 @@ class Bench:
         )
         return line
 
-    def attention(self) -> list[dict[str, Any]]:
+    def attention(self, codec: str, context: int, count: int) -> dict[str, Any]:
         """Rotation with cache write, and attention, per layer of Qwen2-7B."""
-        lines = []
-        for codec, context, count in itertools.product(("bfloat16", "int8"), (576, 1024, 4096), (1, 8, 64)):
-            layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec)
-            width = layout.blocks_for(context)
-            cache = KVCache(layout, width * count, torch.bfloat16, self.memory)
-            for layer in range(4):
-                slots = torch.arange(width * count * 16, device=self.memory)
-                cache.write(layer, slots, *(torch.randn(len(slots), 4, 128, device=self.memory) for _ in "kv"))
-            layers = [paged_layer(cache, index) for index in range(4)]
-            kernels = AttentionKernels(self.device, torch.bfloat16, self.memory)
-            tables = torch.randperm(width * count, device=self.memory).int().view(count, width)
-            positions = torch.full((count,), context - 1, dtype=torch.int32, device=self.memory)
-            slots = tables[:, -1] * 16 + (context - 1) % 16
-            sequences = Sequences(positions=positions, slots=slots, tables=tables, queries=1)
-            qkv = torch.randn(count, 36 * 128, device=self.memory).bfloat16()
-            out = Activations(torch.empty(count, 28 * 128, device=self.memory, dtype=torch.bfloat16), count, 0)
-            angle = torch.randn(context, 64, device=self.memory)
-            rotation = Rotation(cosines=angle.cos(), sines=angle.sin(), norm=None, eps=1e-6)
-            scoring = Scoring(scale=128**-0.5, softcap=None, window=None)
-            kernels.attend(qkv, sequences, layers[0], scoring, out)
-            k, v = cache.read(0, tables.long())
-            heads = qkv.view(count, 36, 1, 128)[:, :28]
-            expected = F.scaled_dot_product_attention(
-                heads.float(),
-                *(y[:, :context].float().transpose(1, 2) for y in (k, v)),
-                enable_gqa=True,
-            )
-            torch.cuda.synchronize()
-            difference = float((out.values.float() - expected.flatten(1)).norm() / expected.norm())
-            turn = time_us(lambda n: kernels.rotate_and_write(qkv, sequences, layers[n % 4], rotation))
-            attend = time_us(lambda n: kernels.attend(qkv, sequences, layers[n % 4], scoring, out))
-            size = count * context * layout.layer_bytes() // 16
-            line = {"codec": codec, "context": context, "sequences": count, "attend_us": attend, "rotate_us": turn}
-            line |= {"terabytes_per_s": size / attend / 1e6, "error": difference}
-            lines.append(line)
-            print(
-                f"attention {codec:8} ctx {context:5} B={count:3}: {attend:7.2f} us {size / attend / 1e6:5.2f} TB/s, "
-                f"rotate+write {turn:5.2f} us, error {difference:.1e}",
-                flush=True,
-            )
-        return lines
+        layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec)
+        width = layout.blocks_for(context)
+        cache = KVCache(layout, width * count, torch.bfloat16, self.memory)
+        for layer in range(4):
+            everything = torch.arange(width * count * 16, device=self.memory)
+            cache.write(layer, everything, *(torch.randn(len(everything), 4, 128, device=self.memory) for _ in "kv"))
+        layers = [paged_layer(cache, index) for index in range(4)]
+        kernels = AttentionKernels(self.device, torch.bfloat16, self.memory)
+        tables = torch.randperm(width * count, device=self.memory).int().view(count, width)
+        positions = torch.full((count,), context - 1, dtype=torch.int32, device=self.memory)
+        slots = tables[:, -1] * 16 + (context - 1) % 16
+        sequences = Sequences(positions=positions, slots=slots, tables=tables, queries=1)
+        qkv = torch.randn(count, 36 * 128, device=self.memory).bfloat16()
+        out = Activations(torch.empty(count, 28 * 128, device=self.memory, dtype=torch.bfloat16), count, 0)
+        angle = torch.randn(context, 64, device=self.memory)
+        rotation = Rotation(cosines=angle.cos(), sines=angle.sin(), norm=None, eps=1e-6)
+        scoring = Scoring(scale=128**-0.5, softcap=None, window=None)
+        kernels.attend(qkv, sequences, layers[0], scoring, out)
+        queries = qkv.view(count, 36, 1, 128)[:, :28].float()
+        k, v = (y[:, :context].float().transpose(1, 2) for y in cache.read(0, tables.long()))
+        expected = F.scaled_dot_product_attention(queries, k, v, enable_gqa=True).flatten(1)
+        error = float((out.values.float() - expected).norm() / expected.norm())
+        turn = time_us(lambda n: kernels.rotate_and_write(qkv, sequences, layers[n % 4], rotation))
+        attend = time_us(lambda n: kernels.attend(qkv, sequences, layers[n % 4], scoring, out))
+        rate = count * context * layout.layer_bytes() / 16 / attend / 1e6
+        print(
+            f"attention {codec:8} ctx {context:5} B={count:3}: {attend:7.2f} us {rate:5.2f} TB/s, rotate+write {turn:5.2f} us, "
+            f"error {error:.1e}",
+            flush=True,
+        )
+        line = {"codec": codec, "context": context, "sequences": count, "attend_us": attend, "rotate_us": turn}
+        return {**line, "terabytes_per_s": rate, "error": error}
 
 
 def main() -> None:
@@ -253,7 +245,8 @@ def main() -> None:
     bench = Bench()
     results: dict[str, Any] = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
     if not options.no_attention:
-        results["attention"] = bench.attention()
+        grid = itertools.product(("bfloat16", "int8"), (576, 1024, 4096), (1, 8, 64))
+        results["attention"] = [bench.attention(*sizes) for sizes in grid]
     results["products"] = []
     for line in bench.products(tune=options.tune, chosen=options.only):
         results["products"].append(line)
@@ -265,8 +258,8 @@ def main() -> None:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The best tiling of each product and number of token tiles, as `ops.cuda.linear` reads it; the most tokens of a number decide."""
-    return {line["key"]: line["best"] for line in sorted(lines, key=lambda line: line["tokens"])}
+    """The best tiling of each product and number of token tiles, as `ops.cuda.linear` reads it."""
+    return {line["key"]: line["best"] for line in lines}
 
 
 if __name__ == "__main__":

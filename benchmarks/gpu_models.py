@@ -87,16 +87,17 @@ def random_matrix(
         return pack_dense(Linear(weight, own_bias), is_gated=is_gated)
     group = 128 if inputs % 128 == 0 else 64
     tiles = -(-rows // TILE_ROWS)
-    shape = (tiles, inputs // CHUNK, 1, 32, 16)
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-    spread = 4.6 * inputs**0.5  # of codes minus 8, times the root of the sum's length
+    # Codes 1 to 15 have the mean 8: a matrix of another mean answers the sign of its inputs' sum and little else.
+    shape = (2, tiles, inputs // CHUNK, 1, 32, 16)
+    low, high = torch.randint(1, 16, shape, dtype=torch.uint8, device=device).unbind(0)
+    spread = 4.3 * inputs**0.5  # of codes minus 8, times the root of the sum's length
     scales = (0.5 + torch.rand(tiles, inputs // group, 8, 2, device=device)).div_(spread).half()
     return DeviceMatrix(
         bits=4,
         rows=rows,
         inputs=inputs,
         group=group,
-        codes=codes,
+        codes=low | high << 4,
         scales=scales,
         bias=own_bias,
         tile_bias=None if own_bias is None else own_bias.float(),

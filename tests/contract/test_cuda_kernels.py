@@ -12,13 +12,14 @@ from cuda_models import CPU, relative
 from emulated_device import EmulatedDevice
 from torch import Tensor
 
+from triblade.engine.cuda_decoder import paged_layer
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.models.decoder import window_mask
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
-from triblade.ops.cuda.attention import AttentionKernels, PagedLayer, Rotation, Scoring, Sequences
-from triblade.ops.cuda.linear import Activations, LinearKernels, Tiling
+from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
+from triblade.ops.cuda.linear import Activations, LinearKernels, Product, Tiling
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
@@ -75,10 +76,9 @@ PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "rows", "tokens", "cut", "dtype", "activation"), PRODUCTS)
-def test_product(
-    device: EmulatedDevice, kind: str, rows: int, tokens: int, cut: tuple[int, ...], dtype: torch.dtype, activation: Any
-) -> None:
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
+    kind, rows, tokens, cut, dtype, activation = case
     torch.manual_seed(1)
     inputs, is_gated = 256, activation is not None
     packed, weight, bias = matrix_of(kind, rows, inputs, dtype, is_gated=is_gated)
@@ -91,9 +91,7 @@ def test_product(
     residual = None if is_gated else torch.randn(tokens, columns).to(dtype)
     out = torch.full((tokens, columns), torch.nan, dtype=dtype)
     for slab in range(-(-tokens // 64)):
-        kernels.stream(
-            Tiling(*cut), ordered, packed, out, residual=residual, activation=activation or "silu", slab=slab
-        )
+        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), Tiling(*cut), slab)
     expected = F.linear(x.float(), weight, bias)
     if is_gated:
         expected = ReferenceBackend().gated_activation(expected, activation)
@@ -178,7 +176,7 @@ def test_attention(device: EmulatedDevice, case: Case) -> None:
     norm = torch.rand(case.heads + case.groups, case.dim) + 0.5 if case.has_norm else None
     expected_q, expected = reference_attention(case, caches[0], tables, positions, slots, (qkv, angles, norm))
 
-    kernels, layer = AttentionKernels(device, case.dtype, CPU), layer_of(caches[1])
+    kernels, layer = AttentionKernels(device, case.dtype, CPU), paged_layer(caches[1], 1)
     sequences = Sequences(positions=positions.int(), slots=slots.int(), tables=tables.int(), queries=case.queries)
     rotation = Rotation(cosines=angles.cos(), sines=angles.sin(), norm=norm, eps=1e-6)
     kernels.rotate_and_write(qkv, sequences, layer, rotation)
@@ -218,12 +216,6 @@ def slots_of(table: Tensor, start: int, stop: int, block: int) -> Tensor:
     return table[positions // block] * block + positions % block
 
 
-def layer_of(cache: KVCache) -> PagedLayer:
-    from triblade.engine.cuda_decoder import paged_layer
-
-    return paged_layer(cache, 1)
-
-
 def reference_attention(
     case: Case,
     cache: KVCache,
@@ -258,8 +250,6 @@ def test_places_that_nobody_takes_change_nothing(device: EmulatedDevice) -> None
     before = cache.pool.clone()
     nobody = torch.full((2,), -1, dtype=torch.int32)
     sequences = Sequences(positions=nobody, slots=nobody, tables=torch.zeros(2, 1, dtype=torch.int32), queries=1)
-    from triblade.engine.cuda_decoder import paged_layer
-
     kernels, layer = AttentionKernels(device, BF16, CPU), paged_layer(cache, 0)
     qkv, angle = torch.randn(2, 4 * 64).to(BF16), torch.zeros(4, 32)
     kernels.rotate_and_write(qkv, sequences, layer, Rotation(cosines=angle, sines=angle, norm=None, eps=1e-6))
@@ -274,7 +264,8 @@ def test_norms(device: EmulatedDevice, width: int) -> None:
     """With and without a normed summand before it; in both layouts."""
     torch.manual_seed(6)
     kernels, ops = VectorKernels(device, BF16, CPU, 8), ReferenceBackend()
-    x, added, weight, added_weight = (torch.randn(3, width).to(BF16), torch.randn(3, width).to(BF16), torch.rand(width), torch.rand(width))  # fmt: skip
+    x, added = (torch.randn(3, width).to(BF16) for _ in range(2))
+    weight, added_weight = (torch.rand(width) for _ in range(2))
     plain = Activations(torch.empty_like(x), 3, 0)
     kernels.rms_norm(x, weight, 1e-5, plain)
     assert relative(plain.values, ops.rms_norm(x, weight, 1e-5)) < 1e-3

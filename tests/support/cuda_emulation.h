@@ -30,7 +30,7 @@ struct Index {
 };
 
 #define DEVICE static inline
-#define KERNEL extern "C" void
+#define KERNEL static void
 #define SHARED static
 #define __launch_bounds__(...)
 

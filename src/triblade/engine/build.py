@@ -28,7 +28,7 @@ from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
 from triblade.models.loader import OpenModel, open_model
-from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice
+from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
 from triblade.quant.device_weights import DeviceReader, device_bytes
 from triblade.quant.packed_weights import PackingReader, packed_bytes
@@ -136,7 +136,7 @@ def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) 
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"compute capability {'.'.join(map(str, capability))} (CUDA kernels: 9.0)"
-    return why_not_cuda(model.config, model.dtype, _kv_dtype(config, model))
+    return why_not_cuda(model.config, model.dtype, _kv_dtype(config, model)) or why_no_compiler()
 
 
 def _against_native(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:

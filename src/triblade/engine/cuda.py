@@ -1,4 +1,4 @@
-"""The CUDA kernels as a `StepExecutor`: decode steps are recorded once per size as CUDA graphs and replayed, others run as launched.
+"""The CUDA kernels as a `StepExecutor`: decode steps are recorded once per size as CUDA graphs and replayed.
 
 1. `forward` writes the step's ids, positions, slots and block tables into fixed buffers (one copy) and replays the graph of the
    smallest recorded size, which goes from token ids to logits, the best tokens and, for steps of one token, the inputs of the next
@@ -7,8 +7,8 @@
    the graph at once: the device computes the next step while the host still deals with this one.
 3. The next `forward`, if it asks for exactly that step, finds it under way. Otherwise that step was computed for nothing: what it
    wrote lies behind the sequences' ends, in blocks that were theirs, before anything that follows in the stream.
-Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling. Invariant: recorded
-steps only touch memory that lives as long as the executor.
+Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling. Invariant:
+recorded steps only touch memory that lives as long as the executor.
 """
 
 from __future__ import annotations

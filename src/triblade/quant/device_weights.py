@@ -1,4 +1,4 @@
-"""Read a checkpoint straight into the layout of the CUDA kernels, one matrix at a time: codes go to the device and are packed there.
+"""Read a checkpoint straight into the layout of the CUDA kernels, one matrix at a time, packed on the device.
 
 What is multiplied as codes is decided as for the native kernels; the tables of embedding and head stay dense. With `int4` or `int8`
 dense weights are rounded to nearest while loading. A matrix whose groups no kernel multiplies is spelled out on the device.

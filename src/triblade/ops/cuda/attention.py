@@ -158,7 +158,7 @@ class AttentionKernels:
         out: Activations,
         first_row: int = 0,
     ) -> None:
-        """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are in the cache."""
+        """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are cached."""
         count = sequences.tables.shape[0]
         group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
         tiles = -(-group * sequences.queries // TILE_QUERIES)

@@ -37,8 +37,17 @@ class Device(Protocol):
         ...
 
     def launch(self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True) -> None:
-        """Queue a kernel; arguments are ctypes values, in order. One that does not overlap starts when everything before it is done."""
+        """Queue a kernel; arguments are ctypes values, in order. One that does not overlap starts when all before it are done."""
         ...
+
+
+def why_no_compiler() -> str | None:
+    """What keeps kernels from being compiled at run time here, or None."""
+    try:
+        import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        return f"no run-time compiler ({error}); CUDA builds of torch bring cuda-bindings along"
+    return None
 
 
 def source_text(name: str) -> str:
@@ -83,19 +92,15 @@ class CudaDevice:
         device: of torch, whose context and current stream are used.
 
     Raises:
-        UnsupportedError: the run-time compiler or the driver is not there.
+        UnsupportedError: the run-time compiler is not there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        try:
-            self._nvrtc = import_module("cuda.bindings.nvrtc")
-            self._driver = ctypes.CDLL("libcuda.so.1")
-        except (ImportError, OSError) as error:
-            raise UnsupportedError(
-                f"CUDA kernels cannot be compiled: {error}",
-                hint="install cuda-bindings, which CUDA builds of torch bring along",
-            ) from error
+        if reason := why_no_compiler():
+            raise UnsupportedError(f"CUDA kernels cannot be compiled: {reason}", hint="use --backend reference")
+        self._nvrtc = import_module("cuda.bindings.nvrtc")
+        self._driver = ctypes.CDLL("libcuda.so.1")
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))

@@ -33,7 +33,7 @@ MOST_SETS = 16384  # of rows that share a counter
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Inputs of products. With token tiles, `values` are in the order of `unit_at` in `kernels/layout.cuh`, padded to whole slabs."""
+    """Inputs of products. With token tiles, `values` are in the order of `kernels/layout.cuh`, padded to whole slabs."""
 
     values: Tensor  # [tokens or more, width]
     tokens: int
@@ -107,6 +107,17 @@ def tiling(matrix: DeviceMatrix, columns: int, capability: int = 90) -> Tiling:
 def _at_most(number: int) -> int:
     """The largest power of two up to a number; at least 1."""
     return 1 << (max(1, number).bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What `LinearKernels.multiply` is asked for."""
+
+    x: Activations
+    matrix: DeviceMatrix
+    out: Tensor | Activations
+    residual: Tensor | None = None
+    activation: Activation = "silu"
 
 
 class _Matrix(ctypes.Structure):
@@ -187,23 +198,13 @@ class LinearKernels:
             return
         cut = tiling(matrix, x.tiles)
         for slab in range(-(-x.tokens // MOST_TOKENS)):
-            self.stream(cut, x, matrix, out, residual=residual, activation=activation, slab=slab)
+            self.stream(Product(x, matrix, out, residual, activation), cut, slab)
 
-    def stream(
-        self,
-        cut: Tiling,
-        x: Activations,
-        matrix: DeviceMatrix,
-        out: Tensor | Activations,
-        *,
-        residual: Tensor | None = None,
-        activation: Activation = "silu",
-        slab: int = 0,
-    ) -> None:
+    def stream(self, product: Product, cut: Tiling, slab: int = 0) -> None:
         """`multiply` with a given tiling, for one slab of up to 64 tokens."""
-        kernel = self._device.kernel("linear.cu", "linear", self.constants(matrix, cut, activation))
-        tiles = -(-matrix.rows // TILE_ROWS)
-        sets = -(-tiles // cut.block_tiles)
+        x, matrix, out, residual = product.x, product.matrix, product.out, product.residual
+        kernel = self._device.kernel("linear.cu", "linear", self.constants(matrix, cut, product.activation))
+        sets = -(-matrix.rows // (TILE_ROWS * cut.block_tiles))
         part = slice(slab * MOST_TOKENS, min(x.tokens, (slab + 1) * MOST_TOKENS))
         if isinstance(out, Activations):
             output = _Output(out.slab(slab), None, out.values.shape[1], 0, out.tiles)

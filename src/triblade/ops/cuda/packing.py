@@ -1,4 +1,4 @@
-"""Matrices in the layout that the CUDA kernels read: tiles of 16 rows by 64 inputs in the order of the matrix instruction's registers.
+"""Matrices in the layout that the CUDA kernels read: tiles of 16 rows by 64 inputs, as the matrix instruction's registers.
 
 `kernels/linear.cu` says what a lane holds; `unpack` is the inverse and the kernels' twin in tests. Knows nothing of how the numbers
 were quantized. Dense matrices stay as they are. In a gated matrix (gate rows, then up rows) a tile is 8 gate rows and their 8 up

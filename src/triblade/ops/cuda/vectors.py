@@ -74,7 +74,7 @@ class VectorKernels:
         self._launch("best_token", grid, BEST_THREADS, [pointer(logits), *numbers, *scratch])
 
     def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor, block_size: int) -> None:
-        """inputs [3, R] int32 (ids, positions, slots) of one token per row become those of the next step; see `kernels/vectors.cu`."""
+        """inputs [3, R] int32 (ids, positions, slots) of one token per row become the next step's; see `kernels/vectors.cu`."""
         rows = inputs.shape[1]
         arguments = [pointer(t) for t in (best, *inputs.unbind(0), tables, num_blocks)]
         numbers = (tables.shape[1], block_size, rows)

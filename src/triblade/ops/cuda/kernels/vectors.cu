@@ -284,12 +284,16 @@ KERNEL dequantize(const u32x4* codes, const u32* scales, const u32* offsets, u16
   const int chunk = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (chunk >= chunks) return;
   const u32x4* from = codes + ((u64)tile * chunks + chunk) * (bits / 4) * 32 + lane;
+#pragma unroll  // indexes of registers must be constants
   for (int half = 0; half < 2; half++) {
     const u64 pair = ((u64)tile * (inputs / group) + (chunk * 64 + 32 * half) / group) * 8 + g;
     const int row = is_gated ? half_row(rows, tile, g, 0) : tile * 16 + g, row8 = is_gated ? half_row(rows, tile, g, 1) : row + 8;
     float x[2][8];  // rows g, g + 8; the lane's 8 inputs of this half
+#pragma unroll
     for (int s = 0; s < 2; s++)
+#pragma unroll
       for (int i = 0; i < 4; i++)
+#pragma unroll
         for (int e = 0; e < 2; e++) {
           u32 code;
           if (bits == 4) {
