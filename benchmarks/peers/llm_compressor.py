@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     args = parser.parse_args()
     if args.device == "cpu":  # its scale search pins memory, which needs a CUDA device
-        torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign]
+        torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign,assignment,return-value]
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", device_map=args.device)

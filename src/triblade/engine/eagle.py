@@ -169,9 +169,14 @@ class EaglePlan:
 
     def build(self, target: TargetParts) -> EagleDrafter:
         """Load the head beside its target."""
-        model = self.checkpoint.config
+        model, executor = self.checkpoint.config, target.executor
+        if not isinstance(executor, (TorchExecutor, NativeExecutor)):
+            raise UnsupportedError(
+                f"backend {executor.name} shows nobody its hidden states, which drafter eagle reads",
+                hint="use --drafter suffix, or --backend reference",
+            )
         head: TorchEagle | NativeEagle
-        if self.is_native:
+        if isinstance(executor, NativeExecutor):
             options = NativeOptions(
                 vocab_size=len(self.checkpoint.weights.token_ids),
                 max_tokens=self.config.max_num_batched_tokens,
@@ -180,8 +185,7 @@ class EaglePlan:
             )
             head = NativeEagle(self.checkpoint, target, options)
         else:
-            assert isinstance(target.executor, TorchExecutor)
-            decoder = target.executor.decoder
+            decoder = executor.decoder
             dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
             head = TorchEagle(dense, target.cache.draft())
         limits = HeadLimits(
@@ -190,7 +194,7 @@ class EaglePlan:
             hidden_size=model.hidden_size,
             context_length=target.context_length,
         )
-        return EagleDrafter(head, target.executor.states, self.config.block_size, limits)
+        return EagleDrafter(head, executor.states, self.config.block_size, limits)
 
 
 def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> EaglePlan:

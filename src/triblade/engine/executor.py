@@ -57,10 +57,6 @@ class StepExecutor(Protocol):
         """Apply the head to rows of the last `forward`."""
         ...
 
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
-        ...
-
 
 class TorchExecutor:
     """The decoder, op by op."""
@@ -95,5 +91,5 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def states(self, rows: Sequence[int]) -> Tensor:
-        """See `StepExecutor`."""
+        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
         return self._hidden[list(rows)].float()

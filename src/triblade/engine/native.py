@@ -81,7 +81,7 @@ class NativeExecutor(NativeProgram):
         return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
 
     def states(self, rows: Sequence[int]) -> Tensor:
-        """See `StepExecutor`."""
+        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
         index, found = array("i", rows), torch.empty(len(rows), self._config.hidden_size)
         self._program.states(start_of(index), len(index), found.data_ptr())
         return found
