@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,10 @@ NATIVE = ("contract/test_native_kernels.py", "contract/test_native_attention.py"
 NATIVE += ("contract/test_native_suffix_index.py",)
 NATIVE += ("model/test_native_models.py", "model/test_native_drafts.py", "model/test_quantized_models.py")
 collect_ignore = [] if find_spec("triblade._native") else list(NATIVE)
+
+# The CUDA kernels' sources are tested on the host, by an emulation that the system's C++ compiler builds; CI has one.
+EMULATED = ("contract/test_cuda_kernels.py", "model/test_cuda_models.py")
+collect_ignore += [] if which("g++") else list(EMULATED)
 
 # A machine that does other work must not fail a test for being slow.
 settings.register_profile("patient", deadline=None)
@@ -38,9 +43,9 @@ def smollm2() -> Path:
     return resolve("smollm2-135m")
 
 
-@pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """For tests on tiny tensors, where torch's threads would only wait for each other."""
+@pytest.fixture(scope="module", autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """On tiny tensors torch's threads would only wait for each other."""
     import torch
 
     threads = torch.get_num_threads()

@@ -265,6 +265,9 @@ class ConvertConfig:
     symmetric: bool = False
     """No zero points: slightly worse, and what some kernels ask for."""
 
+    activation_bits: int | None = None
+    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by smooth+gptq."""
+
     calibration: str | None = None
     """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
 
@@ -285,6 +288,9 @@ class ConvertConfig:
 
     average_bits: float | None = None
     """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
+
+    max_size_mb: float | None = None
+    """Size of the weights' file in MB (10^6 bytes): a budget as `average_bits` is, of which it takes the place."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
@@ -328,8 +334,11 @@ class ConvertConfig:
             require_at_least(name, getattr(self, name), 0)
         if self.group_size != -1:
             require_at_least("group_size", self.group_size, 8)
-        if self.average_bits is not None and (self.rules or self.quantization == "int8"):
-            raise ConfigError("average_bits decides about every module; leave rules and int8 out", param="average_bits")
+        budgets = [name for name in ("average_bits", "max_size_mb") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise ConfigError("average_bits and max_size_mb are one budget; leave one of them out", param="max_size_mb")
+        if budgets and (self.rules or self.quantization == "int8"):
+            raise ConfigError(f"{budgets[0]} decides about every module; leave rules and int8 out", param=budgets[0])
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
                 "few engines read GPTQ files with zero points of their own (version 2), so none are made",

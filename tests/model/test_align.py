@@ -28,8 +28,6 @@ from triblade.spec.align.trainer import Trainer, batch_order
 from triblade.spec.align.writer import BatchWriter
 from triblade.spec.eagle_files import load_eagle
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 TEMPLATE = "{% for m in messages %}w5 w6 {{ m['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w7 {% endif %}"
 PROMPTS = [[3, 4, 5], [9], [7, 7, 8, 9, 10, 11], [20, 21]]
 

@@ -26,7 +26,6 @@ from triblade.spec.align.unroll import Sequences, unroll
 from triblade.spec.eagle import EagleHead
 from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 BLOCK = 4
 
 

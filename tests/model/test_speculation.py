@@ -95,9 +95,22 @@ def test_a_useless_drafter_is_switched_off(
         assert completion.speculation is not None
     counts = completion.speculation.counts
     assert (counts.num_drafts > 0.9 * (counts.num_steps - 1)) if is_on else counts.num_drafts <= 4
-    speedup = completion.speculation.speedup
-    assert speedup is not None
-    assert (speedup > 1.5) if is_on else (0.9 < speedup <= 1.0)
+
+
+class SecondPolicy(FixedPolicy):
+    """Claims that a plain step takes one second."""
+
+    def plain_step_s(self, num_requests: int) -> float | None:
+        return 1.0
+
+
+def test_the_speedup_is_that_of_plain_steps_for_as_many_tokens(answers: dict[tuple[int, ...], list[int]]) -> None:  # S8
+    ((completion,),) = drafting(answers, 0.4, policy=SecondPolicy(3)).generate([PROMPTS[0]], GREEDY)
+    assert completion.speculation is not None
+    # The prompt's step, and the first draft, which was made while the drafter took in the prompt, are no measure.
+    assert completion.speculation.plain_s == sum(1 + accepted for _, accepted in completion.speculation.trace[2:])
+    assert completion.speculation.spent_s > 0
+    assert completion.speculation.speedup == completion.speculation.plain_s / completion.speculation.spent_s
 
 
 def test_an_adaptive_policy_changes_no_token(answers: dict[tuple[int, ...], list[int]]) -> None:  # F01

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from triblade import host
 from triblade.config import EngineConfig, forced_isa
 from triblade.engine.block_pool import BlockPool
+from triblade.engine.cuda import CudaExecutor, why_not_cuda
 from triblade.engine.drafters import TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
-from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why_not_native
+from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import NativeOptions, make_team, why_not_native
 from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
@@ -27,11 +29,15 @@ from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
 from triblade.models.loader import OpenModel, open_model
+from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
+from triblade.quant.device_weights import DeviceReader, device_bytes
 from triblade.quant.packed_weights import PackingReader, packed_bytes
 from triblade.spec.sampler import Sampler
 
 log = logging.getLogger(__name__)
+
+Kernels = Literal["native", "cuda", "reference"]
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -50,12 +56,14 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
     """Wire an engine around an opened model."""
-    is_native = use_native(config, model, device)
+    kernels = choose_kernels(config, model, device)
+    is_native = kernels == "native"
     drafter_plan = plan_drafter(config, model, is_native=is_native)
     layout = kv_layout(config, model, is_native, drafter_plan.layers if drafter_plan else None)
     weight_bytes = model.weight_bytes
-    if is_native:
-        weight_bytes = packed_bytes(model.checkpoint, model.config, model.dtype, config.quantization)
+    if kernels != "reference":
+        count = packed_bytes if is_native else device_bytes
+        weight_bytes = count(model.checkpoint, model.config, model.dtype, config.quantization)
     if drafter_plan:
         weight_bytes += drafter_plan.weight_bytes
     plan = plan_for(config, model, layout, weight_bytes, device)
@@ -70,6 +78,8 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     executor: StepExecutor
     if is_native:
         executor = native_executor(config, model, cache, plan.context_length, team)
+    elif kernels == "cuda":
+        executor = cuda_executor(config, model, cache, plan.context_length)
     else:
         executor = torch_executor(config, model, cache, plan.context_length)
     parts = TargetParts(executor=executor, cache=cache, context_length=plan.context_length, team=team)
@@ -98,22 +108,36 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     return engine
 
 
-def use_native(config: EngineConfig, model: OpenModel, device: torch.device) -> bool:
-    """Whether the native kernels run this engine; the reason against them is logged.
+def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device) -> Kernels:
+    """Which kernels run this engine; the reason against the fast ones of the device is logged.
 
     Raises:
-        UnsupportedError: they were asked for, or are needed, and cannot.
+        UnsupportedError: the native ones were asked for, or fast ones are needed, and cannot.
     """
-    reason = _against_native(config, model, device)
+    fast: Kernels = "cuda" if device.type == "cuda" and config.backend != "native" else "native"
+    reason = (_against_cuda if fast == "cuda" else _against_native)(config, model, device)
     if reason is None:
-        return True
+        return fast
     if config.backend == "native" or config.quantization is not None:
         wanted = "backend native" if config.backend == "native" else f"quantization {config.quantization}"
         raise UnsupportedError(
             f"{wanted} is not possible here: {reason}", hint="use --backend reference without quantization"
         )
     log.info("reference backend: %s", reason)
-    return False
+    return "reference"
+
+
+def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
+    if config.backend == "reference":
+        return "asked for"
+    if config.deterministic:
+        return "deterministic mode"
+    if config.attention_backend != "auto":
+        return f"attention backend {config.attention_backend}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"compute capability {'.'.join(map(str, capability))} (CUDA kernels: 9.0)"
+    return why_not_cuda(model.config, model.dtype, _kv_dtype(config, model)) or why_no_compiler()
 
 
 def _against_native(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
@@ -144,6 +168,20 @@ def native_executor(
     # From here on torch only samples. Its own threads would spin on the cores that the program's threads need.
     torch.set_num_threads(1)
     return NativeExecutor(model.config, weights, cache, context_length, options, team)
+
+
+def cuda_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> CudaExecutor:
+    """Pack the weights on the device."""
+    memory = cache.pool.device
+    weights = DeviceReader(model.checkpoint, model.config, model.dtype, memory, config.quantization).read()
+    return CudaExecutor(
+        model.config,
+        weights,
+        cache,
+        context_length=context_length,
+        vocab_size=model.vocab_size,
+        device=CudaDevice(memory),
+    )
 
 
 def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> TorchExecutor:

@@ -13,7 +13,7 @@ from typing import cast
 from triblade.config import DType, EngineConfig
 from triblade.engine.build import native_executor, torch_executor
 from triblade.engine.drafters import TargetParts
-from triblade.engine.native import why_not_native
+from triblade.engine.native_program import why_not_native
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel, open_model

@@ -67,8 +67,8 @@ class TorchExecutor:
         self.name = decoder.backend.name
         self.cache = cache
         self.decoder = decoder
-        self.hidden = torch.empty(0)  # [T, C] of the last forward, final norm included
         self._vocab_size = vocab_size
+        self._hidden = torch.empty(0)
 
     @property
     def weight_bytes(self) -> int:
@@ -81,10 +81,15 @@ class TorchExecutor:
         decoder = self.decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
         attend = PagedAttend(batch, self.cache, decoder.config, decoder.backend)
-        self.hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
+        self._hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
 
     @torch.inference_mode()
     def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """See `StepExecutor`."""
-        logits = self.decoder.logits(self.hidden[list(rows)])[:, : self._vocab_size]
+        logits = self.decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
         return Scores(best_tokens(logits), logits if with_logits else None)
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
+        return self._hidden[list(rows)].float()

@@ -15,7 +15,6 @@ import tokenizers
 
 from triblade.errors import ConfigError, RequestError
 from triblade.models.chat_template import ChatOptions, ChatTemplate, Messages
-from triblade.models.gguf_tokenizer import read_gguf_tokenizer
 from triblade.models.tokenizer_files import read_tokenizer_folder
 from triblade.models.tokenizer_parts import TokenizerParts, spelling
 from triblade.sampling_params import check_token_ids
@@ -63,7 +62,7 @@ class Tokenizer:
             UnsupportedError: the tokenizer is of a kind that is not read.
             ConfigError: `chat_template` cannot be read.
         """
-        tokenizer = cls(read_tokenizer_folder(path) if path.is_dir() else read_gguf_tokenizer(path))
+        tokenizer = cls(read_tokenizer_folder(path) if path.is_dir() else _read_gguf(path))
         if chat_template is not None:
             tokenizer._chat_templates = {"default": _read_template(chat_template)}
         return tokenizer
@@ -168,6 +167,13 @@ class Tokenizer:
         if name not in self._compiled:
             self._compiled[name] = ChatTemplate(self._chat_templates[name])
         return self._compiled[name]
+
+
+def _read_gguf(path: Path) -> TokenizerParts:
+    """Imported when it is needed: an engine of other models runs without the gguf package."""
+    from triblade.models.gguf_tokenizer import read_gguf_tokenizer
+
+    return read_gguf_tokenizer(path)
 
 
 def _read_template(path: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
-from triblade.models.decoder import DecoderWeights
+from triblade.models.decoder import DecoderWeights, M
 from triblade.models.gguf_checkpoint import GGUFCheckpoint
 from triblade.models.weights import TensorSource, WeightReader, check_shape, wanted_names
 from triblade.ops.packing import (
@@ -40,25 +40,31 @@ GROUPS = (64, 32, 16)  # tried in this order; 64 costs half the scales of 32
 _NO_CODES = "stored dense"
 
 
-class PackingReader(WeightReader[PackedMatrix]):
-    """Matrices packed for the native kernels.
+class CodesReader(WeightReader[M]):
+    """Matrices of which some are multiplied as the codes that the file has.
 
     Args:
         source: the checkpoint.
         config: the model.
-        dtype: bfloat16 or float32, of what stays dense.
+        dtype: of what stays dense.
+        device: where norms go.
         scheme: round the weights while loading.
     """
 
     def __init__(
-        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None = None
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None = None,
     ) -> None:
-        super().__init__(source, config, torch.device("cpu"))
+        super().__init__(source, config, device)
         self._dtype = dtype
         self._bits = None if scheme is None else SCHEME_BITS[scheme]
         self._dense_reasons: dict[str, str] = {}  # reason -> the first module
 
-    def read(self) -> DecoderWeights[PackedMatrix]:
+    def read(self) -> DecoderWeights[M]:
         """Everything; what is not multiplied as stored is said."""
         weights = super().read()
         if isinstance(self.source, QuantizedCheckpoint) and self._bits is None:
@@ -70,38 +76,7 @@ class PackingReader(WeightReader[PackedMatrix]):
                 log.info("%s and all alike are multiplied dense: %s", name, reason)
         return weights
 
-    def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PackedMatrix:
-        """Rows of all parts, one after the other."""
-        return self._pack(parts, inputs, self._bits, self._bias(parts) if bias else None, None)
-
-    def gate_up(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PackedMatrix:
-        """Blocks of gate rows and of up rows in turn, so that one thread has both halves of a result."""
-        order = interleaved_halves(sum(rows for _, rows in parts))
-        return self._pack(parts, inputs, self._bits, self._bias(parts) if bias else None, order)
-
-    def embedding(self, name: str, rows: int, columns: int) -> PackedMatrix:
-        """At least 8 bits: the table is read by rows as well."""
-        return self._pack([(name, rows)], columns, self._bits and 8, None, None)
-
-    def _pack(
-        self,
-        parts: Sequence[tuple[str, int]],
-        inputs: int,
-        bits: int | None,
-        bias: Tensor | None,
-        order: Tensor | None,
-    ) -> PackedMatrix:
-        stored = None if bits is not None else self._stored(parts, inputs, bias)
-        if stored is not None:
-            return pack_quantized(stored if order is None else stored.rows(order))
-        weight = torch.cat([self.fetch(f"{name}.weight", (rows, inputs)) for name, rows in parts])
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        if bits is None:
-            return pack_dense(weight.to(self._dtype), bias)
-        return pack_quantized(round_to_nearest(weight, bits, group_for(inputs), bias))
-
-    def _stored(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
+    def stored(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
         """What the file has as codes, if kernels multiply all parts as one matrix."""
         if isinstance(self.source, QuantizedCheckpoint):
             return self._checkpoint_codes(self.source, parts, inputs, bias)
@@ -140,8 +115,49 @@ class PackingReader(WeightReader[PackedMatrix]):
             matrices.append(matrix)
         return joined(matrices, bias)
 
-    def _bias(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+    def bias_of(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+        """Of all parts, one after the other, float32."""
         return torch.cat([self.fetch(f"{name}.bias", (rows,)).float() for name, rows in parts])
+
+
+class PackingReader(CodesReader[PackedMatrix]):
+    """Matrices packed for the native kernels; `dtype` is bfloat16 or float32."""
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None = None
+    ) -> None:
+        super().__init__(source, config, dtype, torch.device("cpu"), scheme)
+
+    def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PackedMatrix:
+        """Rows of all parts, one after the other."""
+        return self._pack(parts, inputs, self._bits, self.bias_of(parts) if bias else None, None)
+
+    def gate_up(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PackedMatrix:
+        """Blocks of gate rows and of up rows in turn, so that one thread has both halves of a result."""
+        order = interleaved_halves(sum(rows for _, rows in parts))
+        return self._pack(parts, inputs, self._bits, self.bias_of(parts) if bias else None, order)
+
+    def embedding(self, name: str, rows: int, columns: int) -> PackedMatrix:
+        """At least 8 bits: the table is read by rows as well."""
+        return self._pack([(name, rows)], columns, self._bits and 8, None, None)
+
+    def _pack(
+        self,
+        parts: Sequence[tuple[str, int]],
+        inputs: int,
+        bits: int | None,
+        bias: Tensor | None,
+        order: Tensor | None,
+    ) -> PackedMatrix:
+        stored = None if bits is not None else self.stored(parts, inputs, bias)
+        if stored is not None:
+            return pack_quantized(stored if order is None else stored.rows(order))
+        weight = torch.cat([self.fetch(f"{name}.weight", (rows, inputs)) for name, rows in parts])
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        if bits is None:
+            return pack_dense(weight.to(self._dtype), bias)
+        return pack_quantized(round_to_nearest(weight, bits, group_for(inputs), bias))
 
 
 def group_for(inputs: int) -> int:

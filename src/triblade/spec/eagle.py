@@ -41,10 +41,13 @@ class EagleWeights(Generic[M]):
     @classmethod
     def from_parts(cls, matrices: dict[str, M], norms: dict[str, Tensor], token_ids: Tensor) -> EagleWeights[M]:
         """From matrices named as in MATRICES and norms named as in NORMS."""
-        layer = LayerWeights(
+        layer = LayerWeights[M](
             input_norm=norms["input_norm"],
             mlp_norm=norms["mlp_norm"],
-            **{name: matrices[name] for name in ("qkv", "output", "gate_up", "down")},
+            qkv=matrices["qkv"],
+            output=matrices["output"],
+            gate_up=matrices["gate_up"],
+            down=matrices["down"],
         )
         return cls(
             fc=matrices["fc"],

@@ -7,7 +7,7 @@ kept or not, so that how much memory there was changes no bit of the training. K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequences]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Sequences:
         if not 0 <= index < len(self._members):
@@ -80,7 +83,8 @@ def target_hidden(decoder: Decoder, ids: Tensor) -> Tensor:
         mask = masks[config.layers[layer].window]
         return backend.attention(q, k, v, mask, config.attention_scale, config.attention_softcap).flatten(0, 1)
 
-    return decoder.forward(ids.flatten(), positions.repeat(rows), attend).unflatten(0, (rows, length))
+    hidden: Tensor = decoder.forward(ids.flatten(), positions.repeat(rows), attend).unflatten(0, (rows, length))
+    return hidden
 
 
 def frequent_tokens(conversations: Sequence[Conversation], count: int, vocab_size: int) -> list[int]:

@@ -90,7 +90,7 @@ class Trainer:
         rounded = number >= ROUNDED_FROM * self.recipe.total_steps
         with self._autocast():
             loss = self._loss(self._head.reweighted(self._dense(rounded=rounded)), batch, number)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), MAX_GRADIENT)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -196,7 +196,8 @@ def _straight_through(matrix: Tensor, bits: int) -> Tensor:
 def _initial(name: str, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Products of unit rows are unit rows; what is added to the residual stream begins at half of it."""
     gain = 0.5 if name in ("output", "down") else 1.0
-    return torch.randn(shape, generator=generator) * gain * shape[1] ** -0.5
+    initial: Tensor = torch.randn(shape, generator=generator) * gain * shape[1] ** -0.5
+    return initial
 
 
 def _row_of(token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -1,0 +1,247 @@
+"""The decoder as CUDA kernel launches: the same steps as `models.decoder`, in seven kernels per layer.
+
+Everything is written into buffers that the caller holds, so that a step can be recorded and replayed. Knows no request. Tokens are
+those of groups of sequences with equally many queries each. Invariant: what a kernel reads was written earlier in the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triblade.kv.cache import KVCache
+from triblade.models.config import ModelConfig
+from triblade.models.decoder import DecoderWeights, LayerWeights
+from triblade.models.rope import rope_table
+from triblade.ops.cuda.attention import AttentionKernels, PagedLayer, Rotation, Scoring, Sequences
+from triblade.ops.cuda.device import Device
+from triblade.ops.cuda.linear import Activations, LinearKernels
+from triblade.ops.cuda.packing import DeviceMatrix
+from triblade.ops.cuda.vectors import VectorKernels
+
+# From so many queries per sequence on, keys and values are gathered for the library's kernel: it is bound by arithmetic then.
+GATHERED_QUERIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """S sequences of equally many tokens, which are rows [first_row, first_row + S * queries) of the step."""
+
+    sequences: Sequences
+    first_row: int
+    num_keys: int  # of the longest sequence, this step's included; 0 where it is not known to the host
+    lengths: Tensor | None = None  # [S] int32 keys of each sequence, where it is known
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.sequences.positions.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """Activations of one step."""
+
+    x: Tensor  # [T, C], the residual stream
+    projected: Tensor  # [T, C] where norms follow projections
+    qkv: Tensor  # [T, (H + 2 G) * D]
+    normed: Activations  # [T, C]
+    mixed: Activations  # [T, H * D]
+    inner: Activations  # [T, I]
+
+    def first(self, tokens: int, tiles: int) -> Buffers:
+        """The same memory for fewer tokens."""
+        return Buffers(
+            x=self.x[:tokens],
+            projected=self.projected[:tokens],
+            qkv=self.qkv[:tokens],
+            normed=self.normed.first(tokens, tiles),
+            mixed=self.mixed.first(tokens, tiles),
+            inner=self.inner.first(tokens, tiles),
+        )
+
+
+class CudaDecoder:
+    """Token ids in, hidden states and logits out.
+
+    Args:
+        config: the model.
+        weights: packed; the embedding and the norms are dense.
+        cache: keys and values, arrangement "tokens".
+        context_length: positions of the rope tables.
+        device: runs kernels.
+        max_rows: most rows of `choose`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights[DeviceMatrix],
+        cache: KVCache,
+        context_length: int,
+        device: Device,
+        max_rows: int,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.memory = cache.pool.device
+        self.dtype = weights.embedding.codes.dtype
+        self._cache = cache
+        self._ropes = [rope_table(rope, context_length, self.memory) for rope in config.ropes]
+        self._layers = [paged_layer(cache, index) for index in range(config.num_layers)]
+        self._linear = LinearKernels(device, self.dtype, self.memory)
+        self._linear.reserve(self.matrices())
+        self._attention = AttentionKernels(device, self.dtype, self.memory)
+        self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
+        # The scale is rounded to the weights' type first, as the models that have one were trained.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+
+    def matrices(self) -> list[DeviceMatrix]:
+        """All of them, the head included."""
+        layers = [m for layer in self.weights.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return [*layers, self.weights.head]
+
+    def buffers(self, tokens: int) -> Buffers:
+        """Room for a step of `tokens`."""
+        config, inputs = self.config, self._linear.inputs
+
+        def rows(width: int) -> Tensor:
+            return torch.empty(tokens, width, dtype=self.dtype, device=self.memory)
+
+        return Buffers(
+            x=rows(config.hidden_size),
+            projected=rows(config.hidden_size if config.post_norms else 0),
+            qkv=rows(config.q_size + 2 * config.kv_size),
+            normed=inputs(tokens, config.hidden_size),
+            mixed=inputs(tokens, config.q_size),
+            inner=inputs(tokens, config.intermediate_size),
+        )
+
+    def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
+        """The same memory for a smaller step."""
+        return buffers.first(tokens, self._linear.tiles(tokens))
+
+    def reserve(self, num_sequences: int, queries: int) -> None:
+        """Scratch for recorded steps of up to this size."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        self._attention.reserve(num_sequences, queries, self._layers[0], group)
+
+    def forward(
+        self, ids: Tensor, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations
+    ) -> None:
+        """Final-norm hidden states [T, C] of tokens [T] int32 into `hidden`; `all_tokens` has every position and slot."""
+        config, vectors = self.config, self._vectors
+        x, normed = buffers.x, buffers.normed
+        vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, x)
+        added: tuple[Tensor, Tensor] | None = None
+        for index, layer in enumerate(self.weights.layers):
+            vectors.rms_norm(x, layer.input_norm, config.rms_norm_eps, normed, added)
+            self._attend(index, layer, all_tokens, groups, buffers)
+            added = self._project(buffers.mixed, layer.output, layer.attention_post_norm, buffers)
+            vectors.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, normed, added)
+            self._linear.multiply(normed, layer.gate_up, buffers.inner, activation=config.activation)
+            added = self._project(buffers.inner, layer.down, layer.mlp_post_norm, buffers)
+        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, hidden, added)
+
+    def rows(self, hidden: Activations, rows: Tensor) -> Activations:
+        """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
+        picked = hidden.values[rows]
+        inputs = self._linear.inputs(len(picked), picked.shape[1])
+        self._vectors.arrange(picked, inputs)
+        return inputs
+
+    def logits(self, hidden: Activations, out: Tensor) -> None:
+        """out [R, V] float32 of hidden states [R, C], not capped yet (`choose` does that)."""
+        self._linear.multiply(hidden, self.weights.head, out)
+
+    def choose(self, logits: Tensor, vocabulary: int, out: Tensor) -> None:
+        """out [R] int32: the best of the first `vocabulary` tokens; caps the logits in place."""
+        self._vectors.best_token(logits, vocabulary, self.config.logits_softcap, out)
+
+    def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor) -> None:
+        """See `VectorKernels.advance`."""
+        self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size)
+
+    def _project(
+        self, inputs: Activations, matrix: DeviceMatrix, post_norm: Tensor | None, buffers: Buffers
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add a projection to the residual stream, or leave its norm and addition to the next norm."""
+        if post_norm is None:
+            self._linear.multiply(inputs, matrix, buffers.x, residual=buffers.x)
+            return None
+        self._linear.multiply(inputs, matrix, buffers.projected)
+        return buffers.projected, post_norm
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights[DeviceMatrix],
+        all_tokens: Sequences,
+        groups: Sequence[Group],
+        buffers: Buffers,
+    ) -> None:
+        config, place = self.config, self._layers[index]
+        self._linear.multiply(buffers.normed, layer.qkv, buffers.qkv)
+        cosines, sines = self._ropes[config.layers[index].rope]
+        rotation = Rotation(cosines=cosines, sines=sines, norm=layer.qk_norm, eps=config.rms_norm_eps)
+        self._attention.rotate_and_write(buffers.qkv, all_tokens, place, rotation)
+        scoring = Scoring(
+            scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
+        )
+        for group in groups:
+            qkv = buffers.qkv[group.rows]
+            if buffers.mixed.tiles == 0 and self._gathers(group):
+                self._attend_gathered(index, qkv, group, scoring, buffers.mixed.values[group.rows])
+            else:
+                self._attention.attend(qkv, group.sequences, place, scoring, buffers.mixed, group.first_row)
+
+    def _gathers(self, group: Group) -> bool:
+        is_long = group.sequences.queries >= GATHERED_QUERIES and group.lengths is not None
+        return is_long and self.config.attention_softcap is None and self.memory.type == "cuda"
+
+    def _attend_gathered(self, index: int, qkv: Tensor, group: Group, scoring: Scoring, out: Tensor) -> None:
+        """Long chunks: keys and values of the group's blocks, decoded, through torch's flash attention."""
+        config, queries = self.config, group.sequences.queries
+        count = group.sequences.tables.shape[0]
+        blocks = -(-group.num_keys // self._cache.layout.block_size)
+        keys, values = self._cache.read(index, group.sequences.tables[:, :blocks].long())  # [S, L, G, D]
+        length = keys.shape[1]
+        heads = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
+        starts = torch.arange(count + 1, dtype=torch.int32, device=self.memory)
+        attended = torch.ops.aten._flash_attention_forward(
+            heads,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            starts * queries,
+            starts * length,
+            queries,
+            length,
+            0.0,
+            True,
+            False,
+            scale=scoring.scale,
+            window_size_left=-1 if scoring.window is None else scoring.window - 1,
+            window_size_right=0,
+            seqused_k=group.lengths,
+        )[0]
+        out.copy_(attended.flatten(1))
+
+
+def paged_layer(cache: KVCache, index: int) -> PagedLayer:
+    """Where a layer lies in the pool."""
+    layout = cache.layout
+    keys, values = layout.planes(index)
+    is_int8 = len(keys) > 1
+    return PagedLayer(
+        pool=cache.pool,
+        keys=keys[0].offset_bytes,
+        values=values[0].offset_bytes,
+        key_scales=keys[1].offset_bytes if is_int8 else 0,
+        value_scales=values[1].offset_bytes if is_int8 else 0,
+        block_size=layout.block_size,
+        num_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        is_int8=is_int8,
+    )

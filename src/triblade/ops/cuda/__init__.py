@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs: CUDA C++ compiled at run time, and what calls them."""

@@ -1,0 +1,209 @@
+"""Rotation, cache writes and attention over a paged cache as kernel launches.
+
+Tokens are those of S sequences with Q tokens each. What the kernels do not take is said by `why_not`. Knows where a layer's planes
+lie (`PagedLayer`), but no cache object. Invariant: a row whose slot or position is negative is nobody's and changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triblade.ops.cuda.device import Device, pointer
+from triblade.ops.cuda.linear import Activations
+
+TILE_QUERIES = 16  # rows of a block: queries times heads of a group
+WARPS = 4
+TURN_KEYS = 16  # of a warp
+MAX_HEAD_DIM = 256
+TARGET_BLOCKS = 264  # two per multiprocessor of a large device
+MOST_SPLITS = 32
+
+
+def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
+    """What keeps the kernels from attending over such a cache, or None."""
+    if head_dim % 64 or head_dim > MAX_HEAD_DIM:
+        return f"head size {head_dim} (CUDA kernels: 64, 128, 192, 256)"
+    if codec not in ("int8", str(dtype).removeprefix("torch.")):
+        return f"KV cache dtype {codec} with activations in {dtype} (CUDA kernels: the same, or int8)"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayer:
+    """Where one layer's keys and values lie in a pool of rows; offsets in bytes within a row."""
+
+    pool: Tensor  # uint8 [blocks, row_bytes]
+    keys: int
+    values: int
+    key_scales: int
+    value_scales: int
+    block_size: int
+    num_heads: int
+    head_dim: int
+    is_int8: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How queries and keys are normed and rotated."""
+
+    cosines: Tensor  # [positions, R] float32
+    sines: Tensor
+    norm: Tensor | None  # [H + G, D] float32
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The tokens of a step: S sequences of `queries` tokens each, T in all."""
+
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int32
+    tables: Tensor  # [S, width] int32
+    queries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How scores are made of products."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+class _Pool(ctypes.Structure):
+    _fields_ = (
+        ("pool", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_uint64),
+        ("keys", ctypes.c_int),
+        ("values", ctypes.c_int),
+        ("key_scales", ctypes.c_int),
+        ("value_scales", ctypes.c_int),
+        ("block_size", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("is_int8", ctypes.c_int),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = _Pool._fields_[:-1]
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("half", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int),
+        ("table_stride", ctypes.c_int),
+        ("queries", ctypes.c_int),
+        ("group", ctypes.c_int),
+    )
+
+
+class _Scores(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int))
+
+
+class AttentionKernels:
+    """Attention on one device.
+
+    Args:
+        device: where kernels run.
+        dtype: of activations.
+        memory: where scratch lies.
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype, memory: torch.device) -> None:
+        self._device = device
+        self._is_float16 = int(dtype == torch.float16)
+        self._memory = memory
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=memory)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=memory)
+
+    def rotate_and_write(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, rotation: Rotation) -> None:
+        """Norm and rotate the queries of qkv [T, (H + 2 G) * D] in place; keys and values go to the cache."""
+        heads = qkv.shape[1] // layer.head_dim
+        kernel = self._device.kernel("vectors.cu", "rotate_and_write", {"FLOAT16": self._is_float16})
+        half = rotation.cosines.shape[1]
+        how = _Rotation(
+            rotation.cosines.data_ptr(), rotation.sines.data_ptr(), pointer(rotation.norm).value, half, rotation.eps
+        )
+        numbers = (heads - 2 * layer.num_heads, layer.head_dim)
+        arguments = (pointer(qkv), pointer(sequences.positions), pointer(sequences.slots), _Pool(*_places(layer)), how)
+        grid = (-(-heads // WARPS), qkv.shape[0], 1)
+        self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
+
+    def attend(
+        self,
+        qkv: Tensor,
+        sequences: Sequences,
+        layer: PagedLayer,
+        scoring: Scoring,
+        out: Activations,
+        first_row: int = 0,
+    ) -> None:
+        """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are cached."""
+        count = sequences.tables.shape[0]
+        group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
+        tiles = -(-group * sequences.queries // TILE_QUERIES)
+        blocks = layer.num_heads * tiles
+        most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
+        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
+        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
+        constants = {
+            "FLOAT16": self._is_float16,
+            "DIM": layer.head_dim,
+            "KV8": int(layer.is_int8),
+            "SOFTCAP": int(scoring.softcap is not None),
+        }
+        kernel = self._device.kernel("attention.cu", "attention", constants)
+        queries = _Queries(
+            qkv.data_ptr(),
+            sequences.positions.data_ptr(),
+            sequences.tables.data_ptr(),
+            qkv.shape[1],
+            sequences.tables.shape[1],
+            sequences.queries,
+            group,
+        )
+        scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
+        scratch = (pointer(self._workspace), pointer(self._counters))
+        numbers = (ctypes.c_int(out.tiles), ctypes.c_int(first_row))
+        arguments = (queries, _Cache(*_places(layer)[:-1]), scores, pointer(out.values), *numbers, *scratch)
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments)
+
+    def reserve(self, num_sequences: int, queries: int, layer: PagedLayer, group: int) -> None:
+        """Scratch for steps of up to this size, made once, since recorded steps keep its address."""
+        blocks = layer.num_heads * -(-group * queries // TILE_QUERIES) * num_sequences
+        self._reserve(max(blocks, TARGET_BLOCKS), blocks, layer.head_dim)
+
+    def _reserve(self, partials: int, counters: int, head_dim: int) -> None:
+        """Grow scratch; a head of more than 128 dimensions takes two partial results per block."""
+        size = partials * (2 if head_dim > 128 else 1) * (TILE_QUERIES * (head_dim + 2) * 4)
+        if self._workspace.nbytes < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self._memory)
+        if self._counters.numel() < counters:
+            self._counters = torch.zeros(counters, dtype=torch.int32, device=self._memory)
+
+
+def _places(layer: PagedLayer) -> tuple[int, ...]:
+    offsets = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+    return (
+        layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads, int(layer.is_int8)
+    )  # fmt: skip

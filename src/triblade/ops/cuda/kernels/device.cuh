@@ -1,0 +1,143 @@
+// What the kernels need of the processor, as functions: numbers in pairs, matrix instructions, loads that stay out of the first
+// cache, and the order between kernels. Compiled by NVRTC without any header. Tests replace this file by one for a host processor
+// that runs the threads of a block in turn, so kernels contain no instruction of their own.
+//
+// Expects FLOAT16 (1: float16, 0: bfloat16), the type of activations.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct __align__(16) u32x4 {
+  u32 x, y, z, w;
+};
+struct __align__(8) u32x2 {
+  u32 x, y;
+};
+struct __align__(16) f32x4 {
+  float x, y, z, w;
+};
+
+#define DEVICE static __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define SHARED __shared__
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+// Two numbers of the type of activations in a word, the first one in the low half.
+template <bool F16>
+DEVICE u32 pack(float low, float high) {
+  u32 word;
+  if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+DEVICE float half_value(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+DEVICE u16 half_bits(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+template <bool F16>
+DEVICE float low(u32 word) {
+  return F16 ? half_value(static_cast<u16>(word)) : __uint_as_float(word << 16);
+}
+
+template <bool F16>
+DEVICE float high(u32 word) {
+  return F16 ? half_value(static_cast<u16>(word >> 16)) : __uint_as_float(word & 0xffff0000u);
+}
+
+// a * b + c, pair by pair.
+template <bool F16>
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  u32 result;
+  if (F16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// c [16, 8] += a [16, 16] * b [16, 8] over a warp. Lane 4 g + t holds rows g and g + 8 of a and c, column g of b.
+template <bool F16>
+DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (F16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// (a & MASK) | b in one instruction: the compiler makes two of it when both are constants.
+template <u32 MASK>
+DEVICE u32 and_or(u32 a, u32 b) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(MASK), "r"(b));
+  return result;
+}
+
+// A number that is the same in all threads of a warp, so that the compiler knows.
+DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// Bytes of {a, b} (a is bytes 0 to 3) picked by the four nibbles of `order`.
+DEVICE u32 permute(u32 a, u32 b, u32 order) { return __byte_perm(a, b, order); }
+
+// Numbers that nobody writes while the kernel runs and that are read once.
+DEVICE u32x4 load_once(const u32x4* p) {
+  u32x4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+DEVICE u32 load_once(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+template <typename N>
+DEVICE N shuffle_xor(N value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+DEVICE void warp_barrier() { __syncwarp(); }
+DEVICE void block_barrier() { __syncthreads(); }
+DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float exponential2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// One more arrival at a counter, after everything that this block wrote; true in all threads of the last of `expected` blocks,
+// which then sees what the others wrote. The counter is zero again afterwards.
+DEVICE bool is_last_block(u32* counter, u32 expected) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1u) == expected - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// Kernels overlap: the next one in the stream may start when every block has called `let_next_start`, and reads what earlier
+// kernels wrote only after `wait_for_previous`. Every kernel must call the latter before it reads or writes what is not constant.
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,0 +1,86 @@
+"""The small kernels of a step as launches: embedding, norms, the greedy choice, and the inputs of the next step.
+
+Every method writes into a tensor it is given, so that steps can be recorded. Knows no model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from triblade.ops.cuda.device import Device, Grid, pointer
+from triblade.ops.cuda.linear import Activations
+
+NORM_THREADS = BEST_THREADS = 256
+MAX_WIDTH = 8192  # of a norm: what a block keeps in registers
+BEST_SPLITS = 32
+
+
+def why_not_width(hidden_size: int) -> str | None:
+    """What keeps the norm kernel from rows of this size, or None."""
+    if hidden_size % 8 or hidden_size > MAX_WIDTH:
+        return f"hidden size {hidden_size} (CUDA kernels: a multiple of 8 up to {MAX_WIDTH})"
+    return None
+
+
+class VectorKernels:
+    """Row-wise operations on one device.
+
+    Args:
+        device: where kernels run.
+        dtype: of activations.
+        memory: where scratch lies.
+        max_rows: most rows of `best_token`.
+    """
+
+    def __init__(self, device: Device, dtype: torch.dtype, memory: torch.device, max_rows: int) -> None:
+        self._device = device
+        self._constants = {"FLOAT16": int(dtype == torch.float16)}
+        self._workspace = torch.empty(max_rows * BEST_SPLITS, 2, dtype=torch.int32, device=memory)
+        self._counters = torch.zeros(max_rows, dtype=torch.int32, device=memory)
+
+    def embed(self, table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
+        """out [T, C] = rows `ids` [T] int32 of `table` [V, C], times `scale`.
+
+        Begins a step: what earlier ones wrote (the cache) is there for every kernel that follows, also before it waits for its
+        predecessor.
+        """
+        numbers = (ctypes.c_int(table.shape[0]), ctypes.c_int(table.shape[1]), ctypes.c_float(scale))
+        self._launch(
+            "embed", (len(ids), 1, 1), 128, [pointer(table), pointer(ids), pointer(out), *numbers], overlaps=False
+        )
+
+    def arrange(self, x: Tensor, out: Activations) -> None:
+        """out = x [T, C] in the layout of inputs of products."""
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.tiles))
+        self._launch("arrange", (x.shape[0], 1, 1), 128, [pointer(x), pointer(out.values), *numbers])
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Activations, added: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """out [T, C] = norm(x) * weight; with `added` (y [T, C], its norm's weight) x += norm(y) * weight comes first, in place."""
+        y, y_weight = added or (None, None)
+        arguments = [pointer(t) for t in (x, y, y_weight, weight, out.values)]
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.tiles))
+        self._launch("rms_norm", (x.shape[0], 1, 1), NORM_THREADS, [*arguments, *numbers])
+
+    def best_token(self, logits: Tensor, vocabulary: int, softcap: float | None, out: Tensor) -> None:
+        """out [R] int32: see `spec.sampler.best_tokens`, of the first `vocabulary` columns of logits [R, V], capped in place."""
+        numbers = (ctypes.c_int(logits.shape[1]), ctypes.c_int(vocabulary), ctypes.c_float(softcap or 0.0))
+        scratch = [pointer(t) for t in (self._workspace, self._counters, out)]
+        grid = (BEST_SPLITS, logits.shape[0], 1)
+        self._launch("best_token", grid, BEST_THREADS, [pointer(logits), *numbers, *scratch])
+
+    def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor, block_size: int) -> None:
+        """inputs [3, R] int32 (ids, positions, slots) of one token per row become the next step's; see `kernels/vectors.cu`."""
+        rows = inputs.shape[1]
+        arguments = [pointer(t) for t in (best, *inputs.unbind(0), tables, num_blocks)]
+        numbers = (tables.shape[1], block_size, rows)
+        grid = (-(-rows // 128), 1, 1)
+        self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)])
+
+    def _launch(self, name: str, grid: Grid, threads: int, arguments: list[object], *, overlaps: bool = True) -> None:
+        kernel = self._device.kernel("vectors.cu", name, self._constants)
+        self._device.launch(kernel, grid, threads, arguments, overlaps=overlaps)

@@ -1,0 +1,316 @@
+"""The CUDA kernels' own sources, run on the host by an emulation: each against plain torch, over the shapes and options it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_models import CPU, relative
+from emulated_device import EmulatedDevice
+from torch import Tensor
+
+from triblade.engine.cuda_decoder import paged_layer
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import KVLayout
+from triblade.models.decoder import window_mask
+from triblade.ops.attention import eager_attention
+from triblade.ops.backend import AttentionMask, Linear
+from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
+from triblade.ops.cuda.linear import Activations, LinearKernels, Product, Tiling
+from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
+from triblade.ops.cuda.vectors import VectorKernels
+from triblade.ops.packing import QuantizedMatrix
+from triblade.ops.reference import ReferenceBackend
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+BF16, F16 = torch.bfloat16, torch.float16
+ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order or offset is above 0.1
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return EmulatedDevice(tmp_path_factory.mktemp("kernels"))
+
+
+def integers(rows: int, inputs: int, group: int, bits: int, *, has_offsets: bool) -> QuantizedMatrix:
+    scales = (torch.rand(rows, inputs // group) * 0.01 + 0.005).half()
+    return QuantizedMatrix(
+        codes=torch.randint(0, 1 << bits, (rows, inputs), dtype=torch.uint8),
+        scales=scales,
+        offsets=(torch.randn(rows, inputs // group) * 0.05).half() if has_offsets else None,
+        bits=bits,
+        bias=torch.randn(rows),
+    )
+
+
+def matrix_of(
+    kind: str, rows: int, inputs: int, dtype: torch.dtype, *, is_gated: bool
+) -> tuple[DeviceMatrix, Tensor, Tensor]:
+    """A packed matrix with the numbers it stands for and its bias; `kind` is bits and group, `o` with offsets."""
+    if kind == "dense":
+        weight, bias = (torch.randn(rows, inputs) * 0.1).to(dtype), torch.randn(rows).to(dtype)
+        return pack_dense(Linear(weight, bias), is_gated=is_gated), weight.float(), bias.float()
+    bits, group = map(int, kind.rstrip("o").split("g"))
+    made = integers(rows, inputs, group, bits, has_offsets=kind.endswith("o"))
+    assert made.bias is not None
+    return pack_codes(made, dtype, is_gated=is_gated), made.dequantize(), made.bias
+
+
+# kind, rows, tokens, (row tiles, token tiles, warps along rows, along inputs, depth, blocks, splits), type, gated activation
+PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
+    ("4g128", 72, 1, (1, 1, 1, 2, 4, 1, 1), BF16, None),  # rows beyond the last whole tile
+    ("4g64", 64, 3, (2, 1, 1, 2, 2, 1, 1), BF16, "silu"),
+    ("4g32o", 80, 8, (1, 1, 1, 4, 2, 1, 1), BF16, None),
+    ("4g128o", 64, 17, (2, 4, 2, 2, 2, 1, 1), BF16, "gelu_tanh"),
+    ("8g128", 48, 1, (1, 1, 1, 2, 2, 1, 1), BF16, None),
+    ("8g32o", 64, 9, (1, 2, 1, 2, 2, 1, 1), F16, "silu"),
+    ("4g128", 40, 5, (1, 1, 1, 2, 2, 1, 1), F16, None),
+    ("dense", 72, 1, (1, 1, 1, 4, 2, 1, 1), BF16, None),
+    ("dense", 64, 11, (2, 2, 2, 2, 2, 1, 1), BF16, "silu"),
+    ("4g64", 72, 64, (2, 8, 2, 1, 2, 1, 3), BF16, None),  # blocks share the inputs
+    ("4g128", 144, 70, (1, 8, 1, 2, 2, 1, 2), BF16, None),  # two slabs of tokens
+]
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
+    kind, rows, tokens, cut, dtype, activation = case
+    torch.manual_seed(1)
+    inputs, is_gated = 256, activation is not None
+    packed, weight, bias = matrix_of(kind, rows, inputs, dtype, is_gated=is_gated)
+    kernels, vectors = LinearKernels(device, dtype, CPU), VectorKernels(device, dtype, CPU, 8)
+    kernels._partial = torch.full((2**17,), torch.nan)
+    x = torch.randn(tokens, inputs).to(dtype)
+    ordered = kernels.inputs(tokens, inputs)
+    vectors.arrange(x, ordered)
+    columns = rows // 2 if is_gated else rows
+    residual = None if is_gated else torch.randn(tokens, columns).to(dtype)
+    out = torch.full((tokens, columns), torch.nan, dtype=dtype)
+    for slab in range(-(-tokens // 64)):
+        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), Tiling(*cut), slab)
+    expected = F.linear(x.float(), weight, bias)
+    if is_gated:
+        expected = ReferenceBackend().gated_activation(expected, activation)
+    if residual is not None:
+        expected += residual.float()
+    assert relative(out, expected) < ROUNDING[dtype]
+
+
+def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice) -> None:
+    """The gated result in the layout of inputs, and float32 results for the head."""
+    torch.manual_seed(2)
+    packed, weight, bias = matrix_of("4g64", 256, 128, BF16, is_gated=True)
+    kernels, vectors = LinearKernels(device, BF16, CPU), VectorKernels(device, BF16, CPU, 8)
+    x = torch.randn(10, 128).to(BF16)
+    ordered, inner = kernels.inputs(10, 128), kernels.inputs(10, 128)
+    vectors.arrange(x, ordered)
+    kernels.multiply(ordered, packed, inner)
+    head, head_weight, head_bias = matrix_of("dense", 40, 128, BF16, is_gated=False)
+    logits = torch.full((10, 40), torch.nan)
+    kernels.multiply(inner, head, logits)
+    middle = ReferenceBackend().gated_activation(F.linear(x.float(), weight, bias), "silu").to(BF16)
+    assert relative(logits, F.linear(middle.float(), head_weight, head_bias)) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["4g128", "4g32o", "8g64", "8g128o"])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_many_tokens_take_the_weights_spelled_out(device: EmulatedDevice, kind: str, is_gated: bool) -> None:
+    torch.manual_seed(3)
+    packed, weight, bias = matrix_of(kind, 96, 256, BF16, is_gated=is_gated)
+    kernels = LinearKernels(device, BF16, CPU)
+    kernels.reserve([packed])
+    assert relative(kernels.dequantize(packed), weight) < 3e-3
+    x = Activations(torch.randn(150, 256).to(BF16), 150, 0)
+    residual = None if is_gated else torch.randn(150, 96).to(BF16)
+    out = torch.full((150, 48 if is_gated else 96), torch.nan, dtype=BF16)
+    kernels.multiply(x, packed, out, residual)
+    expected = F.linear(x.values.float(), weight, bias)
+    expected = (
+        ReferenceBackend().gated_activation(expected, "silu") if residual is None else expected + residual.float()
+    )
+    assert relative(out, expected) < 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention over a cache."""
+
+    heads: int
+    groups: int
+    dim: int
+    lengths: tuple[int, ...]  # keys of each sequence, this step's included
+    queries: int = 1
+    codec: str = "bfloat16"
+    dtype: torch.dtype = BF16
+    window: int | None = None
+    softcap: float | None = None
+    has_norm: bool = False
+    half: int = 32  # rotated pairs
+    block: int = 16
+
+
+CASES = [
+    Case(7, 1, 64, (5,)),
+    Case(14, 2, 128, (70, 300)),  # several splits, merged by the last
+    Case(4, 2, 64, (40, 130), queries=3, codec="int8", has_norm=True),
+    Case(8, 2, 128, (200,), queries=5, codec="float16", dtype=F16, window=50),
+    Case(4, 1, 256, (33, 260), softcap=20.0, half=64),
+    Case(8, 2, 64, (100,), queries=33, codec="int8", dtype=F16, window=20, softcap=5.0),  # several tiles of rows
+    Case(9, 3, 64, (17, 2, 90), queries=2, block=4, half=16),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(device: EmulatedDevice, case: Case) -> None:
+    """Norm, rotation, cache write and attention, against the reference over the same cache."""
+    torch.manual_seed(4)
+    caches, tables = filled_caches(case)
+    positions = torch.cat([torch.arange(n - case.queries, n) for n in case.lengths])
+    slots = torch.cat([slots_of(t, n - case.queries, n, case.block) for t, n in zip(tables, case.lengths, strict=True)])
+    qkv = torch.randn(len(positions), (case.heads + 2 * case.groups) * case.dim).to(case.dtype)
+    angles = torch.randn(max(case.lengths), case.half)
+    norm = torch.rand(case.heads + case.groups, case.dim) + 0.5 if case.has_norm else None
+    expected_q, expected = reference_attention(case, caches[0], tables, positions, slots, (qkv, angles, norm))
+
+    kernels, layer = AttentionKernels(device, case.dtype, CPU), paged_layer(caches[1], 1)
+    sequences = Sequences(positions=positions.int(), slots=slots.int(), tables=tables.int(), queries=case.queries)
+    rotation = Rotation(cosines=angles.cos(), sines=angles.sin(), norm=norm, eps=1e-6)
+    kernels.rotate_and_write(qkv, sequences, layer, rotation)
+    rotated = qkv.view(len(positions), -1, case.dim)[:, : case.heads]
+    assert relative(rotated, expected_q) < ROUNDING[case.dtype]
+    for ours, theirs in zip(caches[1].read(1, tables), caches[0].read(1, tables), strict=True):
+        assert relative(ours, theirs) < ROUNDING[case.dtype]
+    out = Activations(
+        torch.full((len(positions), case.heads * case.dim), torch.nan, dtype=case.dtype), len(positions), 0
+    )
+    scoring = Scoring(scale=case.dim**-0.5, softcap=case.softcap, window=case.window)
+    kernels.attend(qkv, sequences, layer, scoring, out)
+    assert relative(out.values, expected) < 2 * ROUNDING[case.dtype]
+    assert not kernels._counters.any()
+
+
+def filled_caches(case: Case) -> tuple[list[KVCache], Tensor]:
+    """Two caches with the same history in scattered blocks, and the block tables."""
+    layout = KVLayout(
+        num_layers=2, num_kv_heads=case.groups, head_dim=case.dim, block_size=case.block, codec=case.codec
+    )
+    counts = [layout.blocks_for(n) for n in case.lengths]
+    caches = [KVCache(layout, sum(counts) + 1, case.dtype) for _ in range(2)]
+    order = iter((torch.randperm(sum(counts)) + 1).split(counts))
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.long)
+    for number, (count, length) in enumerate(zip(counts, case.lengths, strict=True)):
+        tables[number, :count] = next(order)
+        history = length - case.queries
+        k, v = (torch.randn(history, case.groups, case.dim).to(case.dtype) for _ in "kv")
+        for cache in caches:
+            cache.write(1, slots_of(tables[number], 0, history, case.block), k, v)
+    return caches, tables
+
+
+def slots_of(table: Tensor, start: int, stop: int, block: int) -> Tensor:
+    positions = torch.arange(start, stop)
+    return table[positions // block] * block + positions % block
+
+
+def reference_attention(
+    case: Case,
+    cache: KVCache,
+    tables: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries [T, H, D] and results [T, H * D]; this step's keys are written."""
+    qkv, angles, norm = inputs
+    ops = ReferenceBackend(eager_attention)
+    tokens, sequences = len(positions), len(case.lengths)
+    qk, v = qkv.view(tokens, -1, case.dim).split((case.heads + case.groups, case.groups), 1)
+    if norm is not None:
+        qk = (ops.rms_norm(qk.float(), torch.ones(case.dim), 1e-6) * norm).to(case.dtype)
+    rotated = ops.rope(qk, angles[positions].cos(), angles[positions].sin())
+    q, k = rotated.split((case.heads, case.groups), 1)
+    cache.write(1, slots, k, v)
+    longest = max(case.lengths)
+    keys, values = (x[:, :longest].float() for x in cache.read(1, tables))
+    mask = window_mask(positions.view(sequences, -1), longest, case.window).explicit(case.queries, longest, CPU)
+    grouped = q.float().reshape(sequences, case.queries, case.heads, case.dim)
+    out = eager_attention(grouped, keys, values, AttentionMask(mask), case.dim**-0.5, case.softcap)
+    return q, out.reshape(tokens, -1)
+
+
+def test_places_that_nobody_takes_change_nothing(device: EmulatedDevice) -> None:
+    """A recorded step is wider than its sequences."""
+    torch.manual_seed(5)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, codec="bfloat16")
+    cache = KVCache(layout, 2, BF16)
+    before = cache.pool.clone()
+    nobody = torch.full((2,), -1, dtype=torch.int32)
+    sequences = Sequences(positions=nobody, slots=nobody, tables=torch.zeros(2, 1, dtype=torch.int32), queries=1)
+    kernels, layer = AttentionKernels(device, BF16, CPU), paged_layer(cache, 0)
+    qkv, angle = torch.randn(2, 4 * 64).to(BF16), torch.zeros(4, 32)
+    kernels.rotate_and_write(qkv, sequences, layer, Rotation(cosines=angle, sines=angle, norm=None, eps=1e-6))
+    out = Activations(torch.full((2, 2 * 64), 7.0, dtype=BF16), 2, 0)
+    kernels.attend(qkv, sequences, layer, Scoring(scale=0.125, softcap=None, window=None), out)
+    assert torch.equal(cache.pool, before)
+    assert bool((out.values == 7.0).all())
+
+
+@pytest.mark.parametrize("width", [64, 576, 2056])
+def test_norms(device: EmulatedDevice, width: int) -> None:
+    """With and without a normed summand before it; in both layouts."""
+    torch.manual_seed(6)
+    kernels, ops = VectorKernels(device, BF16, CPU, 8), ReferenceBackend()
+    x, added = (torch.randn(3, width).to(BF16) for _ in range(2))
+    weight, added_weight = (torch.rand(width) for _ in range(2))
+    plain = Activations(torch.empty_like(x), 3, 0)
+    kernels.rms_norm(x, weight, 1e-5, plain)
+    assert relative(plain.values, ops.rms_norm(x, weight, 1e-5)) < 1e-3
+    tiled, again = (Activations(torch.zeros(8, -(-width // 64) * 64, dtype=BF16), 3, 1) for _ in range(2))
+    if width % 64 == 0:
+        kernels.rms_norm(x, weight, 1e-5, tiled)
+        kernels.arrange(plain.values, again)
+        assert torch.equal(tiled.values, again.values)
+    summed = x.clone()
+    kernels.rms_norm(summed, weight, 1e-5, plain, (added, added_weight))
+    expected = x + ops.rms_norm(added, added_weight, 1e-5)
+    assert relative(summed, expected) < 4e-3
+    assert relative(plain.values, ops.rms_norm(summed, weight, 1e-5)) < 1e-3
+
+
+def test_embedding(device: EmulatedDevice) -> None:
+    table = torch.randn(100, 64).to(BF16)
+    out = torch.empty(3, 64, dtype=BF16)
+    VectorKernels(device, BF16, CPU, 8).embed(table, torch.tensor([5, 99, -1], dtype=torch.int32), 2.0, out)
+    assert torch.equal(out, table[[5, 99, 0]] * 2)
+
+
+def test_best_token(device: EmulatedDevice) -> None:
+    """The smallest id among equals, the vocabulary's end, rows that are not finite, and the soft cap."""
+    torch.manual_seed(7)
+    kernels = VectorKernels(device, BF16, CPU, 8)
+    logits, best = torch.randn(5, 1000), torch.empty(5, dtype=torch.int32)
+    logits[0, 7] = logits[0, 3] = 9.0
+    logits[1, 900], logits[2, 0] = torch.nan, -torch.inf
+    logits[3, 995] = 50.0
+    kernels.best_token(logits, 990, None, best)
+    assert best.tolist() == [3, -1, -1, int(logits[3, :990].argmax()), int(logits[4, :990].argmax())]
+    capped = logits.clone()
+    kernels.best_token(capped, 990, 3.0, best)
+    assert best[1] == -1
+    torch.testing.assert_close(capped[4, :990], torch.tanh(logits[4, :990] / 3) * 3)
+
+
+def test_inputs_of_the_next_step(device: EmulatedDevice) -> None:
+    """Going on, at the end of a block, without room, without a token, and nobody."""
+    tables = torch.tensor([[3, 5], [4, 1], [2, 0], [6, 7], [0, 0]], dtype=torch.int32)
+    inputs = torch.tensor([[9] * 5, [4, 7, 7, 2, -1], [28, 39, 23, 50, -1]], dtype=torch.int32)
+    best = torch.tensor([11, 12, 13, -1, 14], dtype=torch.int32)
+    num_blocks = torch.tensor([2, 2, 1, 2, 0], dtype=torch.int32)
+    VectorKernels(device, BF16, CPU, 8).advance(best, inputs, tables, num_blocks, 8)
+    assert inputs[1].tolist() == [5, 8, -1, -1, -1]
+    assert inputs[2].tolist() == [29, 8, -1, -1, -1]
+    assert inputs[0, :2].tolist() == [11, 12]

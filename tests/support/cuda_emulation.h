@@ -1,0 +1,225 @@
+// `ops/cuda/kernels/device.cuh` for a host processor: the threads of a block are contexts that take turns, blocks run one after the
+// other. Slow and exact, so that the kernels' own sources are tested where there is no GPU. Rules of the processor that it checks:
+// none but those that a wrong result shows; it knows no races.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(16) u32x4 {
+  u32 x, y, z, w;
+};
+struct alignas(8) u32x2 {
+  u32 x, y;
+};
+struct alignas(16) f32x4 {
+  float x, y, z, w;
+};
+struct Index {
+  u32 x, y, z;
+};
+
+#define DEVICE static inline
+#define KERNEL static void
+#define SHARED static
+#define __launch_bounds__(...)
+
+static Index threadIdx, blockIdx, blockDim, gridDim;
+using std::max;
+using std::min;
+
+namespace emulation {
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+};
+static ucontext_t scheduler;
+static std::vector<Thread> threads;
+static u32 current;
+static u32 arrived, generation, live;
+struct Warp {
+  u32 arrived = 0, generation = 0;
+  u32 words[32][6];
+};
+static std::vector<Warp> warps;
+static void (*body)();
+
+static void yield() { swapcontext(&threads[current].context, &scheduler); }
+static void wait(u32& count, u32& round, u32 expected) {
+  const u32 mine = round;
+  if (++count == expected) {
+    count = 0, round++;
+    return;
+  }
+  while (round == mine) yield();
+}
+static void leave() {
+  threads[current].done = true;
+  if (--live && arrived == live) arrived = 0, generation++;
+}
+static void entry() {
+  body();
+  leave();
+  swapcontext(&threads[current].context, &scheduler);
+}
+static Warp& warp() { return warps[current / 32]; }
+static void warp_barrier() { wait(warp().arrived, warp().generation, 32); }
+
+static void run_block(u32 size) {
+  threads.resize(size);
+  warps.assign((size + 31) / 32, Warp());
+  live = size, arrived = 0;
+  for (u32 i = 0; i < size; i++) {
+    Thread& thread = threads[i];
+    thread.done = false;
+    thread.stack.resize(1 << 17);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data();
+    thread.context.uc_stack.ss_size = thread.stack.size();
+    thread.context.uc_link = &scheduler;
+    makecontext(&thread.context, entry, 0);
+  }
+  while (live)
+    for (current = 0; current < size; current++)
+      if (!threads[current].done) {
+        threadIdx = {current, 0, 0};
+        swapcontext(&scheduler, &threads[current].context);
+      }
+}
+
+template <typename... A, size_t... I>
+static void run(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+  static void (*kept)(A...);
+  static void** values;
+  kept = kernel, values = arguments;
+  body = [] { kept(*static_cast<A*>(values[I])...); };
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) run_block(blockDim.x);
+}
+
+template <typename... A>
+static void launch(void (*kernel)(A...), const u32* grid, u32 block, void** arguments) {
+  gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block, 1, 1};
+  run(kernel, arguments, std::index_sequence_for<A...>());
+}
+}  // namespace emulation
+
+// The name under which a test calls a kernel.
+#define EXPORT(name) \
+  extern "C" void launch_##name(const u32* grid, u32 block, void** arguments) { emulation::launch(name, grid, block, arguments); }
+
+DEVICE float __uint_as_float(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+DEVICE u32 bits_of(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+DEVICE float half_value(u16 bits) {
+  _Float16 value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
+DEVICE u16 half_bits(float value) {
+  const _Float16 half = value;
+  u16 bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+DEVICE u16 brain_bits(float value) {
+  const u32 bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+template <bool F16>
+DEVICE u32 pack(float low, float high) {
+  return F16 ? half_bits(low) | u32(half_bits(high)) << 16 : brain_bits(low) | u32(brain_bits(high)) << 16;
+}
+template <bool F16>
+DEVICE float low(u32 word) {
+  return F16 ? half_value(u16(word)) : __uint_as_float(word << 16);
+}
+template <bool F16>
+DEVICE float high(u32 word) {
+  return F16 ? half_value(u16(word >> 16)) : __uint_as_float(word & 0xffff0000u);
+}
+template <bool F16>
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  return pack<F16>(low<F16>(a) * low<F16>(b) + low<F16>(c), high<F16>(a) * high<F16>(b) + high<F16>(c));
+}
+template <bool F16>
+DEVICE float number(u32 word, int k) {
+  return k & 1 ? high<F16>(word) : low<F16>(word);
+}
+template <bool F16>
+DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulation::Warp& warp = emulation::warp();
+  const int lane = threadIdx.x & 31, me = emulation::current;
+  u32* mine = warp.words[lane];
+  for (int i = 0; i < 4; i++) mine[i] = a[i];
+  mine[4] = b0, mine[5] = b1;
+  emulation::warp_barrier();
+  for (int i = 0; i < 4; i++) {
+    const int row = (me % 32 >> 2) + 8 * (i >> 1), column = 2 * (me & 3) + (i & 1);
+    for (int k = 0; k < 16; k++)
+      c[i] += number<F16>(warp.words[(row & 7) * 4 + (k % 8) / 2][(row >> 3) + 2 * (k >> 3)], k) *
+              number<F16>(warp.words[column * 4 + (k % 8) / 2][4 + (k >> 3)], k);
+  }
+  emulation::warp_barrier();
+}
+template <u32 MASK>
+DEVICE u32 and_or(u32 a, u32 b) {
+  return (a & MASK) | b;
+}
+DEVICE int uniform(int value) { return value; }
+DEVICE u32 permute(u32 a, u32 b, u32 order) {
+  const u64 both = a | u64(b) << 32;
+  u32 result = 0;
+  for (int i = 0; i < 4; i++) result |= u32(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+DEVICE u32x4 load_once(const u32x4* p) { return *p; }
+DEVICE u32 load_once(const u32* p) { return *p; }
+template <typename N>
+DEVICE N shuffle_xor(N value, int mask) {
+  emulation::Warp& warp = emulation::warp();
+  const int lane = emulation::current & 31;
+  memcpy(&warp.words[lane][0], &value, 4);
+  emulation::warp_barrier();
+  N other;
+  memcpy(&other, &warp.words[lane ^ mask][0], 4);
+  emulation::warp_barrier();
+  return other;
+}
+DEVICE void warp_barrier() { emulation::warp_barrier(); }
+DEVICE void block_barrier() { emulation::wait(emulation::arrived, emulation::generation, emulation::live); }
+DEVICE float exponential2(float x) { return exp2f(x); }
+DEVICE float exponential(float x) { return expf(x); }
+DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+DEVICE bool is_last_block(u32* counter, u32 expected) {
+  static bool last;
+  block_barrier();
+  if (threadIdx.x == 0) {
+    last = ++*counter == expected;
+    if (last) *counter = 0;
+  }
+  block_barrier();
+  return last;
+}
+DEVICE void let_next_start() {}
+DEVICE void wait_for_previous() {}

@@ -1,0 +1,75 @@
+"""Tiny models in sizes that the CUDA kernels take, on the emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulated_device import EmulatedDevice
+from native_models import SEQUENCE_BLOCKS
+from tiny import TinyModel, tiny_model
+
+from triblade.engine.cuda import CudaExecutor
+from triblade.engine.executor import TorchExecutor
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import KVLayout
+from triblade.models.config import ModelConfig, model_config
+from triblade.models.decoder import Decoder
+from triblade.models.weights import load_weights
+from triblade.ops.attention import eager_attention
+from triblade.ops.reference import ReferenceBackend
+from triblade.quant.device_weights import DeviceReader
+
+CPU = torch.device("cpu")
+
+
+def cuda_tiny(name: str, **overrides: Any) -> TinyModel:
+    return tiny_model(name, **{"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, **overrides})
+
+
+def cache_for(config: ModelConfig, codec: str, dtype: torch.dtype) -> KVCache:
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=16,
+        codec=codec,
+    )
+    return KVCache(layout, 4 * SEQUENCE_BLOCKS, dtype)
+
+
+def cuda_executor(
+    source: Any, config: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, codec: str | None = None,
+    scheme: Any = None,
+) -> CudaExecutor:  # fmt: skip
+    weights = DeviceReader(source, config, dtype, CPU, scheme).read()
+    return CudaExecutor(
+        config,
+        weights,
+        cache_for(config, codec or str(dtype).removeprefix("torch."), dtype),
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        device=EmulatedDevice(folder),
+    )
+
+
+def reference_executor(source: Any, config: ModelConfig, codec: str, dtype: torch.dtype) -> TorchExecutor:
+    weights = load_weights(source, config, dtype)
+    decoder = Decoder(config, weights, ReferenceBackend(eager_attention), config.context_length)
+    return TorchExecutor(decoder, cache_for(config, codec, dtype), config.vocab_size)
+
+
+def config_of(model: TinyModel) -> ModelConfig:
+    return model_config(model.hf_config)
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference in parts of the expected one's own."""
+    return float((ours.float() - expected.float()).norm() / expected.float().norm())
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
