@@ -59,7 +59,7 @@ PRODUCTS = (
 TOKENS = (1, 16, 32, 64)  # one for each number of token tiles
 
 
-def time_us(launch: Callable[[int], None], launches: int = LAUNCHES, rounds: int = 5) -> float:
+def time_us(launch: Callable[[int], object], launches: int = LAUNCHES, rounds: int = 5) -> float:
     """Microseconds per call of `launch(number)`, from replays of a graph of many."""
     launch(0)
     torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def time_us(launch: Callable[[int], None], launches: int = LAUNCHES, rounds: int
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1000 / launches)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_models import CPU, relative
+from cuda_models import CPU, kernel_folder, relative
 from emulated_device import EmulatedDevice
 from torch import Tensor
 
@@ -33,7 +33,7 @@ ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(tmp_path_factory.mktemp("kernels"))
+    return EmulatedDevice(kernel_folder(tmp_path_factory))
 
 
 def integers(rows: int, inputs: int, group: int, bits: int, *, has_offsets: bool) -> QuantizedMatrix:

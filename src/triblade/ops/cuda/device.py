@@ -152,7 +152,7 @@ class CudaDevice:
             log = b" " * self._check(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
             raise RuntimeError(f"kernels/{source} does not compile with {dict(constants)}: {log.decode()}")
-        code = b" " * self._check(nvrtc.nvrtcGetCUBINSize(program))
+        code: bytes = b" " * self._check(nvrtc.nvrtcGetCUBINSize(program))
         nvrtc.nvrtcGetCUBIN(program, code)
         nvrtc.nvrtcDestroyProgram(program)
         return code
