@@ -27,7 +27,8 @@ from triblade import __version__
 from triblade.config import EngineConfig
 from triblade.engine.build import build_engine, kv_layout, native_executor
 from triblade.engine.engine import Engine
-from triblade.engine.native import NativeExecutor, make_team
+from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import make_team
 from triblade.engine.probe import probe
 from triblade.engine.speculation import Speculator
 from triblade.kv.cache import KVCache
@@ -103,7 +104,7 @@ def ropes(engine: Engine, config: EngineConfig, args: argparse.Namespace) -> dic
             found[name] = {
                 "found": [str(finding) for finding in report.findings if finding.subject == "rope"],
                 "before": measure(draft),
-                "after": measure(replace(draft, config=report.config)),
+                "after": measure(report.repaired),
             }
         print(name, json.dumps(found[name]), flush=True)
     return found

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Speculative decoding against plain decoding of the same weights, interleaved in one run.
 
-    python benchmarks/speculation.py [--model smollm2-135m] [--drafters suffix draft:MODEL eagle:FOLDER] [--workloads chat edit]
-        [--batches 1 4 16] [--prompts 16] [--rounds 3] [--output FILE.json]
+    python benchmarks/speculation.py [--model smollm2-135m] [--drafters suffix draft:MODEL eagle:FOLDER] [--policy adaptive]
+        [--workloads chat edit] [--batches 1 4 16] [--prompts 16] [--rounds 3] [--output FILE.json]
 
 Two workloads of this project (`prompts/`): 80 open questions and 40 tasks whose answers repeat much of the input. The plain engine
 first writes every answer, greedily; an answer ends where the model ended it, or where a stretch was said for the third time in a
@@ -37,7 +37,6 @@ from triblade.llm import LLM
 PROMPTS = Path(__file__).parent / "prompts"
 NEAR_TIE_NATS = 0.1
 OTHERS_SHARE = 0.1  # of one core, above which a measurement is repeated
-TRIES = 2
 PLAIN = "plain"
 Key = tuple[str, str, int]  # engine, workload, batch
 
@@ -95,7 +94,7 @@ def main() -> None:
     args = arguments()
     engines = {PLAIN: engine(args, None), **{name: engine(args, name) for name in args.drafters}}
     workloads = {name: workload(args, engines[PLAIN], name) for name in args.workloads}
-    bench = Bench(args, engines, workloads, Watch(OTHERS_SHARE, args.quiet_s, TRIES))
+    bench = Bench(args, engines, workloads, Watch(OTHERS_SHARE, args.quiet_s, args.tries))
     bench.round(keep=False)  # warms up
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
@@ -112,7 +111,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or alias")
     parser.add_argument("--quantization", help="int4 or int8, for weights that are not quantized yet")
     parser.add_argument("--drafters", nargs="+", default=["suffix"], help="NAME or NAME:MODEL")
-    parser.add_argument("--length", type=int, default=4, help="most tokens drafted for a request and step")
+    parser.add_argument("--policy", choices=["adaptive", "fixed"], default="adaptive")
+    parser.add_argument("--length", type=int, default=8, help="most tokens drafted for a request and step")
     parser.add_argument("--workloads", nargs="+", default=["chat", "edit"], help="files of benchmarks/prompts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompts", type=int, default=16, help="of each workload, spread over its categories")
@@ -123,6 +123,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quiet-s", type=float, default=5, help="longest wait for a quiet machine before a measurement"
     )
+    parser.add_argument("--tries", type=int, default=2, help="of a measurement while the machine is not quiet")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -135,6 +136,7 @@ def engine(args: argparse.Namespace, drafter: str | None) -> LLM:
         args.model,
         quantization=args.quantization,
         num_speculative_tokens=args.length,
+        draft_policy=args.policy,
         max_model_len=2048,
         max_num_seqs=max(args.batches),
         threads=args.threads,
@@ -191,6 +193,7 @@ def report(bench: Bench) -> dict[str, Any]:
         "what": "greedy answers with a drafter against plain decoding, tokens per second, ratios within a round",
         "model": Path(args.model).name,
         "quantization": args.quantization or "as stored",
+        "policy": args.policy,
         "length": args.length,
         "rows": list(bench.rows()),
         "answer_tokens": lengths,

@@ -104,6 +104,7 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "isa"_a, "team"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a, "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
+      .def("fuse", &Program::fuse)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)
       .def("attention",
@@ -130,6 +131,21 @@ NB_MODULE(_native, m) {
              p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
            },
            "rows"_a, "count"_a, "out"_a, "best"_a)
+      .def("states",
+           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
+             nb::gil_scoped_release release;
+             p.states(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
+           },
+           "rows"_a, "count"_a, "out"_a)
+      .def("draft",
+           [](Program& p, uintptr_t ids, uintptr_t states, int sequences, uintptr_t first_row, uintptr_t length, uintptr_t tables,
+              uintptr_t lengths, uintptr_t tokens, int width, uintptr_t out) {
+             const Sequences view{sequences, address<int32_t>(first_row), address<int32_t>(length), address<const int32_t*>(tables)};
+             nb::gil_scoped_release release;
+             p.draft(address<int32_t>(ids), address<float>(states), view, address<int32_t>(lengths), address<int32_t>(tokens), width,
+                     reinterpret_cast<int32_t*>(out));
+           },
+           "ids"_a, "states"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a, "lengths"_a, "tokens"_a, "width"_a, "out"_a)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 

@@ -61,6 +61,8 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Team> team, const Progr
   place(&projected_, tokens * shape.hidden);
   place(&partial_, kMaxSplitPieces * heads);
   place(&states_, 2 * kMaxSplitPieces * attention.heads);
+  place(&fused_, shape.max_inputs >= 2 * shape.hidden ? tokens * 2 * shape.hidden : 0);
+  place(&own_states_, rows * shape.hidden);
   place(&positions_, tokens);
   place(&slots_, tokens);
   place(&activations_.codes, rows * inputs);
@@ -79,6 +81,19 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Team> team, const Progr
 
 void Program::embed(const Matrix& table, float scale) {
   calls_.push_back([=, this](int member) { kernels_.embed(table, ids_, scale, shape_.hidden, tokens(member), x_); });
+}
+
+void Program::fuse(const Matrix& matrix) {
+  const int hidden = shape_.hidden;
+  calls_.push_back([=, this](int member) {
+    const Share mine = tokens(member);
+    for (int64_t t = mine.begin; t < mine.end; t++) {
+      std::copy_n(x_ + t * hidden, hidden, fused_ + 2 * t * hidden);
+      std::copy_n(before_ + t * hidden, hidden, fused_ + (2 * t + 1) * hidden);
+    }
+    kernels_.quantize(fused_, 2 * hidden, matrix, mine, activations_);
+  });
+  record_linear(matrix, Epilogue::kStore, x_, hidden);
 }
 
 void Program::norm(const float* weight, float eps, const Matrix& next) {
@@ -133,6 +148,7 @@ void Program::gate_up(const Matrix& matrix, Epilogue activation, const Matrix& n
 }
 
 void Program::head(const float* weight, float eps, const Matrix& matrix, float softcap) {
+  norm_weight_ = weight, norm_eps_ = eps;
   head_calls_.push_back([=, this](int member) {
     const Share rows = share(row_count_, 1, member, team_->size());
     kernels_.norm(x_, weight, eps, shape_.hidden, rows_, matrix, rows, activations_);
@@ -186,6 +202,39 @@ void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
       whole.is_finite = is_finite;
     }
     best[r] = whole.is_finite ? whole.token : -1;
+  }
+}
+
+void Program::states(const int32_t* rows, int count, float* out) {
+  const int64_t hidden = shape_.hidden;
+  std::fill_n(out, count * hidden, 0.0f);
+  for (int r = 0; r < count; r++) kernels_.norm_add(x_ + rows[r] * hidden, norm_weight_, norm_eps_, shape_.hidden, {0, 1}, out + r * hidden);
+}
+
+void Program::draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens,
+                    int width, int32_t* out) {
+  std::vector<int32_t> rows, next, first_row, length(sequences.length, sequences.length + sequences.count), best(sequences.count);
+  for (int s = 0; s < sequences.count; s++) rows.push_back(sequences.first_row[s + 1] - 1);
+  before_ = states;
+  run(ids, sequences);
+  for (int guess = 0;; guess++) {
+    int count = 0;
+    while (count < sequences.count && lengths[count] > guess) count++;
+    if (count == 0) return;
+    score(rows.data(), count, nullptr, best.data());
+    next.clear();
+    for (int s = 0; s < count; s++) {
+      out[s * width + guess] = best[s] < 0 || (guess > 0 && out[s * width + guess - 1] < 0) ? -1 : tokens[best[s]];
+      next.push_back(std::max(out[s * width + guess], 0));
+    }
+    while (count > 0 && lengths[count - 1] == guess + 1) count--;
+    if (count == 0) return;
+    this->states(rows.data(), count, own_states_);
+    first_row.clear(), rows.clear();
+    for (int s = 0; s < count; s++) first_row.push_back(s), rows.push_back(s), length[s]++;
+    first_row.push_back(count);
+    before_ = own_states_;
+    run(next.data(), {count, first_row.data(), length.data(), sequences.tables});
   }
 }
 

@@ -54,6 +54,7 @@ class Program {
 
   // Recording, in the order of execution.
   void embed(const Matrix& table, float scale);
+  void fuse(const Matrix& matrix);  // x = matrix [x; states of the token before]; see `draft`
   void norm(const float* weight, float eps, const Matrix& next);                  // x -> inputs of `next`
   void qkv(const Matrix& matrix);                                                 // inputs -> q, k, v
   void attention(const LayerCache& cache, int window, const RopeTable& rope, const float* qk_norm, float eps, const Matrix& next);
@@ -65,6 +66,15 @@ class Program {
   // is not finite. The logits themselves [R, rows of the head] are kept where `out` is given, at most max_rows at a time.
   void run(const int32_t* ids, const Sequences& sequences);
   void score(const int32_t* rows, int count, float* out, int32_t* best);
+
+  // States [R, hidden] of rows of the last run, normed as the head sees them.
+  void states(const int32_t* rows, int count, float* out);
+
+  // A head that guesses from states: run the sequences' tokens, of which states [T, hidden] belong to the tokens before them; then
+  // sequence s guesses lengths[s] tokens (descending over s), each from its own state and the token it guessed before. Guesses are
+  // `tokens` [rows of the head] of the best rows: out [S, width], -1 from where a state is not finite. Blocks for their keys exist.
+  void draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens, int width,
+             int32_t* out);
 
   int64_t buffer_bytes() const { return arena_->size(); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
@@ -90,6 +100,10 @@ class Program {
 
   float *x_, *qkv_, *attended_, *hidden_, *projected_, *partial_, *states_, *some_logits_;
   Activations activations_;
+  const float* norm_weight_ = nullptr;  // of the head
+  float norm_eps_ = 0;
+  const float* before_ = nullptr;  // states that `fuse` reads
+  float *fused_, *own_states_;     // [T, 2 hidden], [R, hidden]
   uint8_t* scratch_;
   int64_t scratch_bytes_;
 

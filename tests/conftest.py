@@ -43,9 +43,9 @@ def smollm2() -> Path:
     return resolve("smollm2-135m")
 
 
-@pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """For tests on tiny tensors, where torch's threads would only wait for each other."""
+@pytest.fixture(scope="module", autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """On tiny tensors torch's threads would only wait for each other."""
     import torch
 
     threads = torch.get_num_threads()

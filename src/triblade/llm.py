@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triblade.config import EngineConfig
+from triblade.config import AlignConfig, EngineConfig
 from triblade.console import progress
 from triblade.engine.build import build_engine
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.engine.request import Request
 from triblade.models.tokenizer import Tokenizer
+from triblade.ops.select import select_device
 from triblade.sampling_params import SamplingParams
+from triblade.spec.align.run import AlignReport, align
+from triblade.spec.align.writer import Writer
+from triblade.spec.record import Speculation
 
 OWN_TEXT_AT_ONCE = 32  # samples in one batch
 
@@ -38,6 +42,7 @@ class Completion:
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    speculation: Speculation | None = field(default=None, compare=False)  # how it was made, with the trace of its steps
     error: str | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -48,6 +53,7 @@ class Completion:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+        self.speculation = output.speculation
         self.num_prompt_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
 
 
@@ -101,6 +107,19 @@ class LLM:
         for _, output in self._run(requests):
             yield output
 
+    def write(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperatures: Sequence[float], seed: int
+    ) -> list[list[int]]:
+        """Continue prompts, each at its own temperature and with its own seed; end tokens are part of the answer."""
+        requests = []
+        for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + index)
+            requests += self.engine.prepare(list(prompt), params)
+        written: dict[Request, list[int]] = {request: [] for request in requests}
+        for request, output in self._run(requests):
+            written[request] += output.token_ids
+        return list(written.values())
+
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, RequestOutput]]:
         self.engine.add(requests)
         try:
@@ -145,3 +164,32 @@ def long_texts(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> l
             texts += [completion.token_ids for (completion,) in llm.generate(batch, params)]
             advance(len(batch) * max_tokens)
     return texts
+
+
+class EngineWriter:
+    """Text for an alignment, written as the target is served: with its kernels, quantized weights included.
+
+    Args:
+        llm: the target.
+    """
+
+    at_once = OWN_TEXT_AT_ONCE
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperatures: Sequence[float], seed: int
+    ) -> list[list[int]]:
+        """See `spec.align.writer.Writer`."""
+        return self._llm.write(prompts, max_tokens, temperatures, seed)
+
+
+def align_head(config: AlignConfig) -> AlignReport:
+    """Train a head; on a CPU the engine writes the text, elsewhere the model in lock step, which is faster there."""
+    device, _ = select_device(config.device)
+
+    def make_writer() -> Writer:
+        return EngineWriter(LLM(config.engine))
+
+    return align(config, make_writer if device.type == "cpu" else None)

@@ -100,6 +100,7 @@ DRAFTERS = Registry(
         "suffix": "triblade.spec.suffix:SuffixPlan",
         "draft": "triblade.engine.draft_plans:draft_model",
         "self": "triblade.engine.draft_plans:self_draft",
+        "eagle": "triblade.engine.eagle:eagle_head",
     },
 )
 

@@ -20,9 +20,6 @@ EPS = 1e-6
 LAYER = 1
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
 @pytest.fixture(params=ISAS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     return Ops(request.param)

@@ -14,9 +14,6 @@ TOKENS = (*range(1, 10), 23, 24, 25, 40)
 EPS = 1e-5
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
-
 @pytest.fixture(params=ISAS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     return Ops(request.param)

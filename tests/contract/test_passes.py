@@ -11,8 +11,6 @@ from triblade.quant.passes import METHODS, recipe
 from triblade.quant.scheme import QuantScheme
 from triblade.registry import PASSES
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 SCHEMES = [
     QuantScheme(bits=bits, group_size=group, symmetric=symmetric)
     for bits in (2, 3, 4, 8)

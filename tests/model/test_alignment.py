@@ -14,12 +14,17 @@ from tiny_folders import words
 from tokenizers import AddedToken, decoders, models
 
 from triblade.errors import UnsupportedError
+from triblade.models.checkpoint import Checkpoint
 from triblade.models.loader import OpenModel
 from triblade.models.tokenizer import Tokenizer
 from triblade.models.tokenizer_parts import TokenizerParts
+from triblade.models.weights import resolve_tied_head
+from triblade.ops.attention import eager_attention
+from triblade.ops.reference import ReferenceBackend
 from triblade.spec import rope_trial
 from triblade.spec.alignment import Alignment, Finding, Ropes, align
 from triblade.spec.rope_trial import align_draft, loss
+from triblade.spec.shared_tables import EMBEDDING, HEAD
 
 SIZE = 96
 
@@ -57,7 +62,7 @@ def test_a_pair_that_fits() -> None:
     assert report.refusal is None
     report.check()
     assert str(report).startswith("draft small fits target llama\nok       tokenizer: 96 tokens are the same strings")
-    assert report.config == draft.config
+    assert report.repaired is draft
 
 
 WORDS = [f"w{i}" for i in range(10)]
@@ -206,3 +211,39 @@ def test_a_draft_of_half_the_target_is_remarked() -> None:
     target, _ = pair()
     found = finding(align(target, target, never), "size")
     assert (found.severity, "100% of the target's parameters" in found.message) == ("warning", True)
+
+
+class WithoutTables:
+    """A checkpoint that relies on its target's embedding."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpoint, name)
+
+    def names(self) -> frozenset[str]:
+        return self._checkpoint.names() - {EMBEDDING, HEAD}
+
+
+def bare(model: OpenModel) -> OpenModel:
+    """As it would be opened without its tables."""
+    checkpoint: Any = WithoutTables(model.checkpoint)
+    return replace(model, checkpoint=checkpoint, config=resolve_tied_head(model.config, checkpoint.names()))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_draft_without_tables_takes_the_targets(family: str) -> None:
+    target = open_tiny(family)
+    report = align(target, bare(open_tiny("llama", seed=1, num_hidden_layers=1)), never)
+    assert finding(report, "embedding").severity == "fixed"
+    weights = report.repaired.load(64, ReferenceBackend(eager_attention), torch.device("cpu")).weights
+    assert torch.equal(weights.embedding.weight, target.checkpoint.tensor(EMBEDDING))
+    assert torch.equal(weights.head.weight, target.checkpoint.tensor(EMBEDDING if family == "llama-tied" else HEAD))
+    assert report.repaired.checkpoint.fingerprint() != target.checkpoint.fingerprint()
+
+
+def test_a_draft_without_tables_must_be_as_wide_as_its_target() -> None:
+    report = align(open_tiny("llama"), bare(open_tiny("llama", hidden_size=64)), never)
+    assert report.refusal is not None
+    assert report.refusal.message.endswith("has none, and the target's is 96 x 48 instead of 96 x 64")

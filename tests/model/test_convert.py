@@ -36,8 +36,6 @@ from triblade.quant.convert import convert
 from triblade.quant.quality import perplexity
 from triblade.quant.run_state import RunState
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -377,12 +375,26 @@ def test_a_budget_of_bits_is_spent_and_kept(bits: float, config: ConvertConfig) 
         assert len({layer["schemes"][name] for name in ("gate_proj", "up_proj")}) == 1
 
 
+def test_a_budget_of_bytes_is_spent_and_kept(config: ConvertConfig, tmp_path: Path) -> None:
+    cheap, dear = (convert(replace(config, bits=bits, output=tmp_path / str(bits))) for bits in (4, 8))
+    sizes = [os.path.getsize(Path(report.output) / "model.safetensors") for report in (cheap, dear)]
+    budget = sum(sizes) / 2
+    report = convert(replace(config, max_size_mb=budget / 1e6))
+    written = os.path.getsize(config.output / "model.safetensors")
+    assert sizes[0] < written <= budget
+    assert cheap.average_bits < report.average_bits < dear.average_bits
+
+
 @pytest.mark.usefixtures("no_work")
 def test_a_budget_below_the_cheapest_scheme_is_refused(config: ConvertConfig) -> None:
     with pytest.raises(ConfigError, match="at least 3"):
         convert(replace(config, average_bits=2.0))
     with pytest.raises(ConfigError, match="leave rules"):
         replace(config, average_bits=4.5, rules=("o_proj=8",))
+    with pytest.raises(ConfigError, match="at least 3"):
+        convert(replace(config, max_size_mb=0.01))
+    with pytest.raises(ConfigError, match="leave one"):
+        replace(config, average_bits=4.5, max_size_mb=100.0)
 
 
 def test_eval_reports_repetition(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

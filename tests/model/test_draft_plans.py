@@ -35,8 +35,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, **changes: Any) -> EngineConfig:
-    settings: dict[str, Any] = {"device": "cpu", "deterministic": True, "num_kv_blocks": 64, **changes}
-    return EngineConfig(model=str(model), **settings)
+    settings: dict[str, Any] = {"device": "cpu", "deterministic": True, "num_kv_blocks": 64, "draft_policy": "fixed"}
+    return EngineConfig(model=str(model), **{**settings, **changes})
 
 
 def tokens(config: EngineConfig) -> tuple[list[list[int]], int]:

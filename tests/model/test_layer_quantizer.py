@@ -23,8 +23,6 @@ from triblade.quant.quantize import Job, decoder_without_layers
 from triblade.quant.scheme import IntegerMatrix, QuantScheme
 from triblade.quant.streams import Streams, allocate
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 LENGTH = 20
 W8 = QuantScheme(bits=8, group_size=8, symmetric=False)
 W4 = QuantScheme(bits=4, group_size=16, symmetric=False)

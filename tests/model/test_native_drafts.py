@@ -23,7 +23,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens(model: Path, **changes: Any) -> tuple[list[int], int]:
     """Greedy tokens, and the number of steps."""
-    llm = LLM(EngineConfig(model=str(model), device="cpu", backend="native", num_kv_blocks=64, threads=2, **changes))
+    settings: dict[str, Any] = {"device": "cpu", "backend": "native", "num_kv_blocks": 64, "draft_policy": "fixed"}
+    llm = LLM(EngineConfig(model=str(model), threads=2, **settings, **changes))
     found = llm.generate([words(21)], PARAMS)[0][0].token_ids
     llm.engine.check_idle()
     return found, llm.engine.load().num_steps

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from triblade.config import EngineConfig
 from triblade.engine.executor import TorchExecutor
-from triblade.engine.native import why_not_native
+from triblade.engine.native_program import why_not_native
 from triblade.engine.outputs import FinishReason
 from triblade.errors import CheckpointError, ConfigError, UnsupportedError
 from triblade.models.config import model_config
@@ -41,9 +41,6 @@ from triblade.sampling_params import SamplingParams
 IDS = prompt(PROMPT_TOKENS + 15)
 LONG = prompt(1050, seed=3)
 SHORT = LONG[:60]
-
-
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def assert_near(ours: Tensor, expected: Tensor, bound: float) -> None:

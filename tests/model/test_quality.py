@@ -74,6 +74,24 @@ def test_comparison(tiny: TinyModel, other: TinyModel) -> None:
     assert found.original.value == pytest.approx(quality.perplexity(original, IDS, CONTEXT).value, rel=1e-6)
 
 
+def states(model: TinyModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states behind every layer, from the oracle."""
+    seen: list[torch.Tensor] = []
+    for layer in model.oracle.model.layers:
+        layer.register_forward_hook(lambda module, inputs, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    model.oracle_logits(ids.tolist())
+    return seen
+
+
+def test_errors_by_layer(tiny: TinyModel) -> None:
+    other = tiny_model("llama", seed=1)
+    found = quality.layer_errors(decoder(other), decoder(tiny), IDS[:CONTEXT])
+    pairs = zip(states(other, IDS[:CONTEXT]), states(tiny, IDS[:CONTEXT]), strict=True)
+    assert found == pytest.approx([((x - y).square().sum() / y.square().sum()).item() for x, y in pairs], rel=1e-3)
+    deeper = tiny_model("llama", num_hidden_layers=5)
+    assert quality.layer_errors(decoder(deeper), decoder(tiny), IDS[:CONTEXT]) == []
+
+
 def test_a_model_equals_itself(tiny: TinyModel) -> None:
     found = quality.compare(decoder(tiny), decoder(tiny), IDS, CONTEXT)
     assert found.kl == 0

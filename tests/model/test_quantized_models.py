@@ -35,7 +35,6 @@ from triblade.quant.scheme import QuantScheme
 from triblade.sampling_params import SamplingParams
 
 IDS = prompt(PROMPT_TOKENS + 15)
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def scheme(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, **more: Any) -> QuantScheme:

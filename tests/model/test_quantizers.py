@@ -20,8 +20,6 @@ from triblade.quant.rescale import activation_scales, balanced_scales, migration
 from triblade.quant.scheme import BITS, QuantScheme
 from triblade.quant.statistics import Accumulator, second_moment
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 W3 = QuantScheme(bits=3, group_size=32, symmetric=False)
 
 

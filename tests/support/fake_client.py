@@ -17,6 +17,7 @@ from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.errors import ContextLengthError, RequestError
 from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.spec.record import Speculation, SpeculationCounts
 
 BOS, EOS, VOCABULARY = 256, 257, 258
 SPECIAL = {BOS: "<bos>", EOS: "<eos>"}
@@ -109,6 +110,7 @@ class FakeClient:
     running: int = 0
     dead: Exception | None = None
     closed: bool = False
+    speculation: Speculation | None = None  # what every choice's last output says
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -158,6 +160,7 @@ class FakeClient:
     def _labelled(self, output: RequestOutput, record: Record) -> RequestOutput:
         output.num_prompt_tokens = len(record.prompt_token_ids)
         output.num_cached_tokens = self.num_cached
+        output.speculation = self.speculation if output.finished else None
         return output
 
     async def abort(self, request_id: str) -> None:
@@ -171,6 +174,7 @@ class FakeClient:
             num_free_kv_blocks=100 - self.running,
             num_preemptions=self.num_preemptions,
             num_steps=self.num_steps,
+            speculation=SpeculationCounts() if self.speculation is None else self.speculation.counts,
         )
 
     def close(self) -> None:

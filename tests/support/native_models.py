@@ -12,7 +12,8 @@ from tiny import LONGROPE, StateDictSource, TinyModel, tiny_model
 from torch import Tensor
 
 from triblade.engine.executor import StepExecutor, TorchExecutor
-from triblade.engine.native import NativeExecutor, NativeOptions, make_team
+from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import NativeOptions, make_team
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.kv.cache import KVCache

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from triblade.sampling_params import SamplingParams
 from triblade.spec.distribution import filtered_weights
-from triblade.spec.draft_model import DraftLimits, ModelDrafter
+from triblade.spec.draft_model import IDLE_STEPS, DraftLimits, ModelDrafter
 from triblade.spec.drafter import DraftItem
 
 LENGTH = 4
@@ -111,6 +111,19 @@ def test_who_wants_no_draft_costs_nothing_until_it_wants_one() -> None:
     assert engine.draft.num_computed == 0
     decode(engine, request, 1)
     assert engine.draft.num_computed == len(request.token_ids) + LENGTH - 1
+
+
+def test_prompts_wait_while_drafts_are_switched_off() -> None:
+    engine = ToyEngine(ToyDraft())
+    request = engine.add([1, 2, 3])
+    engine.start(request)
+    decode(engine, request, IDLE_STEPS, length=0)
+    late = engine.add(list(range(20)))
+    engine.start(late)
+    engine.propose([engine.commit(late, 16, [], 0)])
+    assert engine.draft.num_computed == 0
+    assert len(engine.propose([engine.commit(late, 4, [7], LENGTH)])[0].token_ids) == LENGTH
+    assert engine.draft.num_computed == 21 + LENGTH - 1
 
 
 def test_a_forward_never_exceeds_its_budget_and_short_runs_go_first() -> None:

@@ -19,7 +19,8 @@ from triblade.engine.drafters import TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
-from triblade.engine.native import NativeExecutor, NativeOptions, make_team, why_not_native
+from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import NativeOptions, make_team, why_not_native
 from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler

@@ -13,7 +13,7 @@ from typing import cast
 from triblade.config import DType, EngineConfig
 from triblade.engine.build import native_executor, torch_executor
 from triblade.engine.drafters import TargetParts
-from triblade.engine.native import why_not_native
+from triblade.engine.native_program import why_not_native
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel, open_model
@@ -79,13 +79,13 @@ def draft_model(config: EngineConfig, model: OpenModel, *, is_native: bool) -> M
     """
     assert config.draft_model is not None
     own = _own_options(config, model, config.draft_model)
-    draft = open_model(own)
-    alignment = align_draft(model, draft)
+    alignment = align_draft(model, open_model(own))
     _log(alignment)
     alignment.check()
+    draft = alignment.repaired
     if own.quantization is not None and not is_native:
         draft = rounded(draft, SCHEME_BITS[own.quantization])
-    return _plan(own, model, replace(draft, config=alignment.config), is_native)
+    return _plan(own, model, draft, is_native)
 
 
 def self_draft(config: EngineConfig, model: OpenModel, *, is_native: bool) -> ModelDraftPlan:

@@ -66,19 +66,19 @@ class TorchExecutor:
     def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int) -> None:
         self.name = decoder.backend.name
         self.cache = cache
-        self._decoder = decoder
+        self.decoder = decoder
         self._vocab_size = vocab_size
         self._hidden = torch.empty(0)
 
     @property
     def weight_bytes(self) -> int:
         """See `StepExecutor`."""
-        return self._decoder.config.num_parameters * self._decoder.dtype.itemsize
+        return self.decoder.config.num_parameters * self.decoder.dtype.itemsize
 
     @torch.inference_mode()
     def forward(self, items: Sequence[StepItem]) -> None:
         """See `StepExecutor`."""
-        decoder = self._decoder
+        decoder = self.decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
         attend = PagedAttend(batch, self.cache, decoder.config, decoder.backend)
         self._hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
@@ -86,5 +86,10 @@ class TorchExecutor:
     @torch.inference_mode()
     def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """See `StepExecutor`."""
-        logits = self._decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
+        logits = self.decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
         return Scores(best_tokens(logits), logits if with_logits else None)
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
+        return self._hidden[list(rows)].float()

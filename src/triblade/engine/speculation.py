@@ -84,13 +84,8 @@ class Speculator:
         self.drafter.forget(request)
         self.policy.forget(request.number)
         self._asked.pop(request.number, None)
-        if request.speculation is not None:
-            log.debug(
-                "%s, choice %d: (drafted, accepted) by step: %s",
-                request.request_id,
-                request.index,
-                request.speculation.trace,
-            )
+        if request.speculation is not None and log.isEnabledFor(logging.DEBUG):
+            log.debug("%s, choice %d: speculation %s", request.request_id, request.index, request.speculation.as_json())
 
     def _learn(self, rows: int, seconds: float) -> None:
         """Tell the policy, and each request what its tokens would have taken without drafts."""

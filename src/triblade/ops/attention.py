@@ -45,6 +45,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: 
     whole = mask.allowed is None and queries == k.shape[1]
     summand = None if whole else mask.explicit(queries, k.shape[1], q.device)[:, None]  # [S, 1, Q, L]
     if queries == 1:
+        summand = None if mask.allowed is None else summand  # the one query sees all keys
         # One query a sequence: the heads of a group become the queries of one head, and K is read once for all of them.
         folded = q.view(s, groups, heads // groups, d)  # [S, G, H/G, D]
         return F.scaled_dot_product_attention(folded, keys, values, summand, scale=scale).reshape(s, 1, heads, d)

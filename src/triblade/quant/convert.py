@@ -36,7 +36,7 @@ from triblade.quant.drift import Drift, drift
 from triblade.quant.measure import DequantizedSource, Measured, TokenActivations, measure
 from triblade.quant.passes import Recipe, recipe
 from triblade.quant.plan import Schemes, average_bits, uniform_plan
-from triblade.quant.preflight import check_resources, check_shapes, check_weights, needs
+from triblade.quant.preflight import bits_within, check_resources, check_shapes, check_weights, needs
 from triblade.quant.quantize import Job, quantize_layers
 from triblade.quant.run_state import Fingerprint, RunState
 from triblade.quant.scheme import QuantScheme
@@ -48,7 +48,18 @@ log = logging.getLogger(__name__)
 LEAST_TO_MEASURE = 512  # tokens; fewer say nothing
 PAGE = "quantization_report.html"
 # Fields of ConvertConfig that change what a layer becomes.
-_FINGERPRINTED = ("quantization", "bits", "group_size", "symmetric", "rules", "average_bits", "dtype", "device")
+_FINGERPRINTED = (
+    "quantization",
+    "bits",
+    "group_size",
+    "symmetric",
+    "activation_bits",
+    "rules",
+    "average_bits",
+    "max_size_mb",
+    "dtype",
+    "device",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +101,8 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     method, scheme = method_and_scheme(config)
     model = open_model(config.engine)
     plan = uniform_plan(model.config, scheme, config.rules)
-    choices = [] if config.average_bits is None else candidates(model.config, scheme, config.average_bits)
+    bits = config.average_bits if config.max_size_mb is None else bits_within(model, config.max_size_mb * 1e6)
+    choices = [] if bits is None else candidates(model.config, scheme, bits)
     for possible in [plan] if not choices else [uniform_plan(model.config, choice) for choice in choices]:
         check_shapes(model.config, possible, config.format)
     device, reason = select_device(config.device)
@@ -112,8 +124,8 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     if check_resources(needs(model, plan, job.stream_sizes), config.output, device):
         job = replace(job, spill=_state_folder(config.output))
     check_weights(job.source())
-    if config.average_bits is not None:
-        job = replace(job, schemes=_spent(job, choices, config.average_bits))
+    if bits is not None:
+        job = replace(job, schemes=_spent(job, choices, bits))
     measured_on = _text_to_measure(config, model, calibration)
     return _Prepared(
         config=config,
@@ -130,7 +142,10 @@ def method_and_scheme(config: ConvertConfig) -> tuple[Recipe, QuantScheme]:
         scheme = QuantScheme(bits=8, group_size=None, symmetric=True, activation_bits=8)
         return recipe("smooth+gptq"), scheme
     group = None if config.group_size == -1 else config.group_size
-    return recipe(config.quantization), QuantScheme(bits=config.bits, group_size=group, symmetric=config.symmetric)
+    scheme = QuantScheme(
+        bits=config.bits, group_size=group, symmetric=config.symmetric, activation_bits=config.activation_bits
+    )
+    return recipe(config.quantization), scheme
 
 
 def _spent(job: Job, choices: Sequence[QuantScheme], bits: float) -> list[Schemes]:
@@ -209,11 +224,14 @@ def _measure(prepared: _Prepared, state: RunState) -> Measured | None:
     job = prepared.job
     if prepared.measured_on is None:
         return None
-    source = DequantizedSource(job.source(), state.matrices(), state.dense())
+
+    def quantized() -> DequantizedSource:
+        return DequantizedSource(job.source(), state.matrices(), state.dense())
+
     backends: tuple[Backend, Backend] = (job.backend, job.backend)
     if any(scheme is not None and scheme.activation_bits for schemes in job.schemes for scheme in schemes.values()):
         backends = (job.backend, cast(Backend, TokenActivations(job.backend)))
-    return measure(job.model, (job.source(), source), prepared.measured_on, backends, job.device)
+    return measure(job.model, (job.source, quantized), prepared.measured_on, backends, job.device)
 
 
 def _report(prepared: _Prepared, state: RunState, measured: Measured | None, seconds: float) -> ConvertReport:

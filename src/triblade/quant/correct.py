@@ -24,11 +24,12 @@ def corrected_weight(weight: Tensor, statistics: InputStatistics) -> Tensor:
     lack = weight @ statistics.drift  # [out, in]
     if statistics.residual is not None:
         lack = lack + statistics.residual
-    hessian = statistics.hessian.double()
-    mean = hessian.diagonal().mean()
+    damped = statistics.hessian.to(torch.float64, copy=True)
+    diagonal = damped.diagonal().clone()
+    mean = diagonal.mean()
     damping = DAMPING
     while damping <= MOST_DAMPING and mean > 0:
-        damped = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (damping * mean)
+        damped.diagonal().copy_(diagonal + damping * mean)  # in place: matrices are large
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return weight + torch.cholesky_solve(lack.T.double(), factor).T.float()

@@ -19,7 +19,7 @@ from triblade.errors import ConfigError, UnsupportedError
 from triblade.models.decoder import Decoder
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_backend, select_device
-from triblade.quant.quality import compare, perplexity
+from triblade.quant.quality import compare, layer_errors, perplexity
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class QualityReport:
     against_perplexity: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    layer_errors: tuple[float, ...] | None = None  # of hidden states, share of the original's squared length
     repetition_rate: float | None = None
     against_repetition_rate: float | None = None
 
@@ -46,6 +47,8 @@ class QualityReport:
         if self.against is not None:
             lines.append(f"{self.against}: perplexity {self.against_perplexity:.4f}")
             lines.append(f"KL {self.kl:.6f} nats/token, top-1 agreement {self.top1_agreement:.2%}")
+        if self.layer_errors:
+            lines.append(f"hidden states off by layer: {' '.join(f'{error:.1e}' for error in self.layer_errors)}")
         if self.repetition_rate is not None:
             other = (
                 "" if self.against_repetition_rate is None else f", {self.against}: {self.against_repetition_rate:.2%}"
@@ -88,6 +91,7 @@ def evaluate_file(
                 model=config.model, perplexity=found.value, num_tokens=found.num_tokens, context=context
             )
         both = compare(decoders[0], decoders[1], ids, context, advance)
+        errors = layer_errors(decoders[0], decoders[1], ids[:context])
     return QualityReport(
         model=config.model,
         perplexity=both.model.value,
@@ -97,6 +101,7 @@ def evaluate_file(
         against_perplexity=both.original.value,
         kl=both.kl,
         top1_agreement=both.top1_agreement,
+        layer_errors=tuple(errors),
     )
 
 

@@ -39,7 +39,9 @@ def round_with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, name: str =
         log.warning("%s: its Hessian cannot be inverted; rounded to nearest within the searched range", name)
         return grid.codes(weight)
     columns = weight.T[order].contiguous()  # [in, out]: an input's weights side by side
-    group = order // (weight.shape[1] // grid.scales.shape[1])
+    group = (
+        order // (weight.shape[1] // grid.scales.shape[1])
+    ).tolist()  # on the host: a lookup there would wait for the device
     scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.contiguous()  # [G, out]
     codes = torch.empty_like(columns)
     for start in range(0, len(columns), BLOCK):
@@ -62,25 +64,37 @@ def inverse_factor(hessian: Tensor) -> Tensor | None:
 
     Dead inputs have a zero row and column; a one on their diagonal makes them independent of the rest.
     """
-    matrix = hessian.double()
+    matrix = hessian.to(torch.float64, copy=True)
     if not torch.isfinite(matrix).all():
         return None
-    diagonal = matrix.diagonal()
+    diagonal = matrix.diagonal().clone()
     mean = diagonal.mean()
     if mean <= 0:
         return torch.eye(len(matrix), dtype=torch.float32, device=matrix.device)
     damping = DAMPING
     while damping <= MOST_DAMPING:
-        damped = matrix + torch.diag(torch.where(diagonal > 0, damping * mean, mean))
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            inverse = torch.cholesky_inverse(factor)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-        if not failed and torch.isfinite(upper).all():
-            result: Tensor = upper.float()
-            return result
+        matrix.diagonal().copy_(
+            diagonal + torch.where(diagonal > 0, damping * mean, mean)
+        )  # in place: matrices are large
+        upper = _inverse_upper(matrix)
+        if upper is not None:
+            return upper
         damping *= 4
     return None
+
+
+def _inverse_upper(matrix: Tensor) -> Tensor | None:
+    """Upper U float32 with matrix^-1 = U^T U; None if the matrix is not positive definite enough."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed:
+        return None
+    inverse = torch.cholesky_inverse(factor)
+    del factor
+    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+    if failed or not torch.isfinite(upper).all():
+        return None
+    result: Tensor = upper.float()
+    return result
 
 
 def conditional_variances(hessian: Tensor) -> Tensor:

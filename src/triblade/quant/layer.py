@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triblade import host
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import Decoder, LayerWeights, window_mask
 from triblade.models.weights import layer_modules, layer_prefix, mlp_norm_name
@@ -95,6 +96,7 @@ class LayerQuantizer:
         """Quantize the layer and move the streams behind it."""
         for name in FIELDS:
             self._quantize(name, self._statistics(name))
+            host.return_free_memory()  # or every product would add to the peak what it left behind
         if self._streams is not None:
             for batch in self._streams.batches():
                 self._add(

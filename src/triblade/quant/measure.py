@@ -5,12 +5,13 @@ Knows no file format: the quantized model is a source of tensors over the origin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from triblade import host
 from triblade.console import progress
 from triblade.models.decoder import Decoder, DenseAttend
 from triblade.models.loader import OpenModel
@@ -89,7 +90,7 @@ class Measured:
 
 def measure(
     model: OpenModel,
-    sources: tuple[TensorSource, TensorSource],
+    sources: tuple[Callable[[], TensorSource], Callable[[], TensorSource]],
     ids: Tensor,
     backends: tuple[Backend, Backend],
     device: torch.device,
@@ -98,7 +99,7 @@ def measure(
 
     Args:
         model: the original.
-        sources: its tensors, and what became of them.
+        sources: open its tensors, and what became of them; what is mapped for one is gone when the other is opened.
         ids: the text.
         backends: for the original, and for the quantized model.
         device: where to compute.
@@ -106,15 +107,18 @@ def measure(
     context = min(2048, model.config.context_length, len(ids))
     prompts = [model.tokenizer.encode(prompt, add_special_tokens=False) for prompt in SAMPLE_PROMPTS]
     with progress("measuring", 2 * len(ids), unit="tokens") as advance:
-        weights = load_weights(sources[0], model.config, model.dtype, device)
+        weights = load_weights(sources[0](), model.config, model.dtype, device)
         original = Decoder(model.config, weights, backends[0], context)
         before = [_continue(original, model, prompt) for prompt in prompts]
         remembered = remember(original, ids, context, advance)
         del original, weights
-        weights = load_weights(sources[1], model.config, model.dtype, device)
+        host.return_free_memory()
+        weights = load_weights(sources[1](), model.config, model.dtype, device)
         decoder = Decoder(model.config, weights, backends[1], context)
         after = [_continue(decoder, model, prompt) for prompt in prompts]
         comparison = compare_remembered(decoder, remembered, ids, context, advance)
+        del decoder, weights, remembered
+        host.return_free_memory()
     samples = tuple(zip(SAMPLE_PROMPTS, before, after, strict=True))
     return Measured(comparison=comparison, num_tokens=comparison.model.num_tokens, context=context, samples=samples)
 

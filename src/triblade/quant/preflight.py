@@ -19,6 +19,7 @@ from triblade.models.config import ModelConfig
 from triblade.models.loader import OpenModel
 from triblade.models.weights import TensorSource, layer_modules
 from triblade.quant.plan import Schemes, average_bits, check_divisibility, elements, inputs_of
+from triblade.quant.shard_writer import HEADER_BYTES
 from triblade.quant.streams import TOKENS_AT_ONCE, StreamSizes
 from triblade.registry import CHECKPOINT_FORMATS
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 COPIES_OF_A_PRODUCT = 7  # float32 copies of the largest matrix that live at once while it is rounded
 COPIES_OF_A_MOMENT = 6  # float32 copies of the largest second moment, double precision counted twice
 PROCESS_BYTES = 450 * 2**20  # interpreter and torch
+MODULE_BYTES = 64  # of a quantized module beside codes, scales and zero points: its shape, alignment
 STREAMS_SHARE = 0.4  # of the free memory that hidden states may take before they go to files
 
 
@@ -78,6 +80,18 @@ def needs(model: OpenModel, plan: Sequence[Schemes], streams: StreamSizes | None
         output=output,
         state=body + (0 if streams is None else 2 * streams.saved_bytes),
     )
+
+
+def bits_within(model: OpenModel, num_bytes: float) -> float:
+    """Bits per weight, scales included, with which the weights' file has `num_bytes`; negative if not even the rest fits."""
+    config = model.config
+    fields = [
+        (i, field, modules) for i in range(config.num_layers) for field, modules in layer_modules(config, i).items()
+    ]
+    body = sum(elements(config, index, field) for index, field, _ in fields)
+    rest = (config.num_parameters - body) * model.checkpoint.dtype.itemsize
+    overhead = HEADER_BYTES + MODULE_BYTES * sum(len(modules) for _, _, modules in fields)
+    return (num_bytes - rest - overhead) * 8 / body
 
 
 def check_resources(wanted: Needs, folder: Path, device: torch.device) -> bool:

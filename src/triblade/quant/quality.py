@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triblade.errors import ConfigError, NumericalError
-from triblade.models.decoder import Decoder, DenseAttend
+from triblade.models.decoder import Decoder, DecoderWeights, DenseAttend
+from triblade.ops.backend import Linear
 
 LOGITS_AT_ONCE = 2**22  # 16 MiB of float32; a comparison holds several such pieces
 
@@ -94,8 +95,16 @@ def remember(model: Decoder, ids: Tensor, context: int, advance: Callable[[int],
         hidden.append(_hidden(model, window))
         if advance is not None:
             advance(len(window))
-    weights = replace(model.weights, layers=[])
+    weights = _tables(model.weights)
     return Remembered(Decoder(model.config, weights, model.backend, model.context_length), tuple(hidden))
+
+
+def _tables(weights: DecoderWeights[Linear]) -> DecoderWeights[Linear]:
+    """What stands around the layers, copied: a mapped tensor would keep its whole file in memory."""
+    embedding = replace(weights.embedding, weight=weights.embedding.weight.clone())
+    is_tied = weights.head is weights.embedding
+    head = embedding if is_tied else replace(weights.head, weight=weights.head.weight.clone())
+    return replace(weights, layers=[], embedding=embedding, head=head)
 
 
 def compare_remembered(
@@ -107,6 +116,34 @@ def compare_remembered(
         for window, hidden in zip(_windows(ids, context, model), original.hidden, strict=True)
     )
     return _comparison(pairs, advance)
+
+
+@torch.inference_mode()
+def layer_errors(model: Decoder, original: Decoder, ids: Tensor) -> list[float]:
+    """Behind every layer, how far the hidden states of ids [N] are from the original's: squared distance over squared length.
+
+    Empty where the two have different shapes, so that no state has a counterpart.
+    """
+    if (model.config.num_layers, model.config.hidden_size) != (original.config.num_layers, original.config.hidden_size):
+        return []
+    errors = []
+    for x, wanted in zip(_by_layer(model, ids), _by_layer(original, ids), strict=True):
+        length = wanted.float().square().sum()
+        errors.append(((x.float() - wanted.float()).square().sum() / length.clamp_min(1e-30)).item())
+    return errors
+
+
+def _by_layer(model: Decoder, ids: Tensor) -> Iterator[Tensor]:
+    """Hidden states [N, C] behind every layer, as `Decoder.forward` makes them."""
+    ids = ids.to(model.device)
+    attend = DenseAttend(model.config, model.backend, len(ids), model.device)
+    ropes = model.rotations(torch.arange(len(ids), device=model.device))
+    x = model.backend.embed(model.weights.embedding.weight, ids, model.config.embedding_scale)
+    for index, layer in enumerate(model.weights.layers):
+        mixed = model.attention_mix(index, layer, x, ropes[model.config.layers[index].rope], attend)
+        x = x + model.attention_out(layer, mixed)
+        x = x + model.mlp_out(layer, model.mlp_mix(layer, x))
+        yield x
 
 
 def _comparison(

@@ -54,12 +54,13 @@ def improve_codes(weight: Tensor, hessian: Tensor, grid: Grid, codes: Tensor) ->
     rounded = grid.values(codes).T.contiguous()  # [in, out]
     gradient = hessian @ (weight.T - rounded)  # [in, out]
     curvature = hessian.diagonal()
+    is_live = (curvature > 0).tolist()  # all at once: each look at the device waits for it
     result = codes.T.contiguous()
     for start in range(0, inputs, BLOCK):
         end = min(start + BLOCK, inputs)
         local, changes = gradient[start:end], torch.zeros_like(gradient[start:end])
         for i in range(start, end):
-            if curvature[i] <= 0:
+            if not is_live[i]:
                 continue
             scale, zero = scales[i // group_size], zeros[i // group_size]
             best = rounded[i] + local[i - start] / curvature[i]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
-_HEADER_BYTES = 2**18  # room for about 2,000 tensors in a file; more go into the next one
+HEADER_BYTES = 2**18  # room for about 2,000 tensors in a file; more go into the next one
 _ALIGNMENT = 8
 _TYPES = {
     torch.float64: "F64",
@@ -41,7 +41,7 @@ class ShardWriter:
         header_bytes: room for the header of a file.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, header_bytes: int = _HEADER_BYTES) -> None:
+    def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, header_bytes: int = HEADER_BYTES) -> None:
         self._folder = folder
         self._max_shard_bytes = max_shard_bytes
         self._header_bytes = header_bytes

@@ -42,6 +42,7 @@ class Job:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_speculation: bool
     wants_prompt_logprobs: bool
     priority: int
 
@@ -177,6 +178,7 @@ def _job(body: GenerationBody, model: str, prompts: Sequence[PromptJob]) -> Job:
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
+        return_speculation=bool(body.return_speculation),
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         priority=body.priority or 0,
     )

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason
+from triblade.spec.record import SpeculationCounts
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,21 @@ GAUGES: Mapping[str, tuple[str, Callable[[EngineLoad], float]]] = {
         lambda load: 1 - load.num_free_kv_blocks / load.num_kv_blocks if load.num_kv_blocks else 0.0,
     ),
     "num_kv_blocks": ("Blocks of the KV cache.", lambda load: load.num_kv_blocks),
+}
+
+
+DRAFTS: Mapping[str, tuple[str, Callable[[SpeculationCounts], int]]] = {
+    "num_steps": ("Steps that gave a sequence tokens, one of its own each.", lambda counts: counts.num_steps),
+    "num_drafts": ("Of these, steps that verified a draft.", lambda counts: counts.num_drafts),
+    "num_draft_tokens": ("Tokens drafted and verified.", lambda counts: counts.num_draft_tokens),
+    "num_accepted_tokens": (
+        "Tokens generated beside the steps' own: together with num_steps all of them.",
+        lambda counts: counts.num_accepted_tokens,
+    ),
+}
+DRAFTS_PER_POSITION: Mapping[str, tuple[str, Callable[[SpeculationCounts], list[int]]]] = {
+    "num_draft_tokens_per_pos": ("The same by position in a draft.", lambda counts: counts.drafted_per_position),
+    "num_accepted_tokens_per_pos": ("The same by position in a draft.", lambda counts: counts.accepted_per_position),
 }
 
 
@@ -145,6 +161,19 @@ class _EngineReadings(Collector):
         preemptions = CounterMetricFamily(f"{PREFIX}num_preemptions", text, labels=LABELS)
         preemptions.add_metric((self._model,), max(0, load.num_preemptions))
         yield preemptions
+        yield from self._drafts(load.speculation)
+
+    def _drafts(self, counts: SpeculationCounts) -> Iterator[Metric]:
+        """Counters of speculative decoding."""
+        for name, (text, value) in DRAFTS.items():
+            counter = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", text, labels=LABELS)
+            counter.add_metric((self._model,), max(0, value(counts)))
+            yield counter
+        for name, (text, values) in DRAFTS_PER_POSITION.items():
+            counter = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", text, labels=(*LABELS, "position"))
+            for position, number in enumerate(values(counts)):
+                counter.add_metric((self._model, str(position)), max(0, number))
+            yield counter
 
     def _read(self) -> EngineLoad:
         try:

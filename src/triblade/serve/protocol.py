@@ -107,6 +107,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Integer | None = Field(None, description="Log-probabilities of the prompt; not with stream.")
     return_token_ids: bool | None = Field(None, description="Add the ids of prompt and answer.")
+    return_speculation: bool | None = Field(None, description="Add what was drafted and accepted, step by step.")
     priority: Integer | None = Field(None, description="Lower is served first; default 0.")
 
 

@@ -1,8 +1,8 @@
-"""Whether a draft model fits its target: what is compared, what was found, and the configuration the draft runs with.
+"""Whether a draft model fits its target: what is compared, what was found, and the draft as it should run.
 
 A draft that does not fit never fails, it is only never right: a token id that means another word, or positions rotated by another
 theta, cost all speed and say nothing. So everything the two must share is compared, what can be repaired without changing what the
-draft was trained to compute is repaired, and the rest is refused by its first difference. Loads no torch: weights are needed for
+draft was trained to compute is repaired, and the rest is refused by its first difference. Weights are needed for
 one question only, which rope setting they were trained with, and that is asked through `measure`.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig, RopeConfig, rope_parameters
+from triblade.spec.shared_tables import EMBEDDING, HEAD, SharedTables
 
 if TYPE_CHECKING:
     from triblade.models.loader import OpenModel
@@ -50,13 +51,18 @@ class Alignment:
         target: its name.
         draft: its name.
         findings: in the order of comparison.
-        config: the draft's configuration, repaired.
+        repaired: the draft, with the configuration and the tables it should run with.
     """
 
     target: str
     draft: str
     findings: tuple[Finding, ...]
-    config: ModelConfig
+    repaired: OpenModel
+
+    @property
+    def config(self) -> ModelConfig:
+        """The draft's configuration, repaired."""
+        return self.repaired.config
 
     @property
     def refusal(self) -> Finding | None:
@@ -86,18 +92,18 @@ def align(target: OpenModel, draft: OpenModel, measure: Measure) -> Alignment:
         draft: as its files describe it.
         measure: asked only if the rope settings of one family differ.
     """
-    findings = [
-        tokenizer_finding(target.tokenizer, draft.tokenizer),
-        vocabulary_finding(target, draft),
-        *_odd_values(draft),
-    ]
-    config = draft.config
-    if all(finding.severity != "refused" for finding in findings):
-        finding, config = _rope(target, draft, measure)
+    name = draft.name
+    findings = [tokenizer_finding(target.tokenizer, draft.tokenizer), vocabulary_finding(target, draft)]
+    if EMBEDDING not in draft.checkpoint.names():
+        finding, draft = _tables(target, draft)
         findings.append(finding)
-    finding, config = _positions(target.config, config)
-    findings += [finding, _shape(target.config, config)]
-    return Alignment(target.name, draft.name, tuple(findings), config)
+    findings += _odd_values(draft)
+    if all(finding.severity != "refused" for finding in findings):
+        finding, draft = _rope(target, draft, measure)
+        findings.append(finding)
+    finding, draft = _positions(target, draft)
+    findings += [finding, _shape(target.config, draft.config)]
+    return Alignment(target.name, name, tuple(findings), draft)
 
 
 def tokenizer_finding(target: Tokenizer, draft: Tokenizer) -> Finding:
@@ -139,6 +145,21 @@ def vocabulary_finding(target: OpenModel, draft: OpenModel) -> Finding:
     return Finding("ok", "vocabulary", f"{needed} tokens, the draft embeds {rows}{beyond}")
 
 
+def _tables(target: OpenModel, draft: OpenModel) -> tuple[Finding, OpenModel]:
+    """A draft without an embedding takes the target's, if it is as wide."""
+    ours, theirs = target.config, draft.config
+    if (ours.vocab_size, ours.hidden_size) != (theirs.vocab_size, theirs.hidden_size):
+        message = (
+            f"the draft's checkpoint has none, and the target's is {ours.vocab_size} x {ours.hidden_size} instead of "
+            f"{theirs.vocab_size} x {theirs.hidden_size}"
+        )
+        return Finding("refused", "embedding", message, "use a draft with an embedding of its own"), draft
+    tied = HEAD not in draft.checkpoint.names() and ours.tie_word_embeddings
+    shared = SharedTables(draft.checkpoint, target.checkpoint)
+    repaired = replace(draft, checkpoint=shared, config=replace(theirs, tie_word_embeddings=tied))
+    return Finding("fixed", "embedding", "the draft's checkpoint has none: the target's is used"), repaired
+
+
 def _odd_values(draft: OpenModel) -> Iterator[Finding]:
     """Values of the draft's config.json that are missing or outside what any trained model has."""
     stated = draft.checkpoint.config
@@ -158,20 +179,20 @@ def _has_nested_theta(parameters: object) -> bool:
     return any(isinstance(value, dict) and value.get("rope_theta") is not None for value in nested)
 
 
-def _rope(target: OpenModel, draft: OpenModel, measure: Measure) -> tuple[Finding, ModelConfig]:
+def _rope(target: OpenModel, draft: OpenModel, measure: Measure) -> tuple[Finding, OpenModel]:
     """Keep the draft's rope settings, or take the target's where the weights say that they were trained with those."""
     own, theirs = draft.config.ropes, transferred(target.config.ropes, draft.config.ropes)
     if theirs is not None and list(map(_settings, own)) == list(map(_settings, theirs)):
-        return Finding("ok", "rope", f"same settings: {_described(own)}"), draft.config
+        return Finding("ok", "rope", f"same settings: {_described(own)}"), draft
     difference = f"{_described(own)} for the draft, {_described(target.config.ropes)} for the target"
     if theirs is None or target.config.architecture != draft.config.architecture:
-        return Finding("ok", "rope", f"{difference}; models of different make keep their own"), draft.config
+        return Finding("ok", "rope", f"{difference}; models of different make keep their own"), draft
     kept, taken = measure(draft, own), measure(draft, theirs)
     losses = f"on a short text the draft's loss is {kept:.3f} with its own, {taken:.3f} with the target's"
     if taken < kept - MARGIN_NATS:
-        repaired = replace(draft.config, ropes=theirs)
+        repaired = replace(draft, config=replace(draft.config, ropes=theirs))
         return Finding("fixed", "rope", f"{difference}; {losses}: the target's are used"), repaired
-    return Finding("ok", "rope", f"{difference}; {losses}: the draft's are kept"), draft.config
+    return Finding("ok", "rope", f"{difference}; {losses}: the draft's are kept"), draft
 
 
 def transferred(ropes: Ropes, onto: Ropes) -> Ropes | None:
@@ -195,15 +216,16 @@ def _described(ropes: Ropes) -> str:
     )
 
 
-def _positions(target: ModelConfig, draft: ModelConfig) -> tuple[Finding, ModelConfig]:
+def _positions(target: OpenModel, draft: OpenModel) -> tuple[Finding, OpenModel]:
     """The draft never runs past the shorter context."""
-    ours, theirs = target.context_length, draft.context_length
+    ours, theirs = target.config.context_length, draft.config.context_length
     if theirs < ours:
         message = f"the draft takes {theirs}, the target {ours}: no drafts behind position {theirs}"
         return Finding("warning", "max positions", message), draft
     if theirs > ours:
         message = f"the draft takes {theirs}, limited to the target's {ours}"
-        return Finding("fixed", "max positions", message), replace(draft, context_length=ours)
+        clamped = replace(draft, config=replace(draft.config, context_length=ours))
+        return Finding("fixed", "max positions", message), clamped
     return Finding("ok", "max positions", f"{ours}"), draft
 
 

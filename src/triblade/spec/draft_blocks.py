@@ -13,7 +13,7 @@ Invariant: the KV before a frontier is that of the request's own tokens. A hash 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from triblade.spec.drafter import DraftState
@@ -46,6 +46,11 @@ class DraftBlocks:
     @property
     def num_requests(self) -> int:
         return len(self._frontiers)
+
+    @property
+    def numbers(self) -> Iterable[int]:
+        """Of the requests that are remembered."""
+        return self._frontiers.keys()
 
     @property
     def num_claims(self) -> int:

@@ -26,6 +26,8 @@ from triblade.spec.random_numbers import uniform
 from triblade.spec.rejection import PROPOSAL_STREAM
 
 MAX_TEMPERATURE = 100.0  # as in SamplingParams
+# After so many steps in a row in which nobody who decodes wanted a draft, prompts are not computed either until somebody does.
+IDLE_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class _Proposal:
     weights: list[Tensor] = field(default_factory=list)  # [V] each; only of draws
 
     @property
+    def is_chunk(self) -> bool:
+        """Whether more tokens are known than the newest: a prompt on its way, or a preempted request."""
+        return self.item.stop + 1 < len(self.item.request.token_ids)
+
+    @property
     def is_drawn(self) -> bool:
         return self.smoothing > 0 and not self.item.request.params.is_greedy
 
@@ -124,6 +131,7 @@ class ModelDrafter:
         self._executor = executor
         self._limits = limits
         self._blocks = DraftBlocks(block_size)
+        self._idle_steps = 0  # in a row
 
     @property
     def num_requests(self) -> int:
@@ -138,6 +146,7 @@ class ModelDrafter:
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
         """See `Drafter`."""
         proposals = [_Proposal(item, self._length(item), self._limits.temperature) for item in items]
+        self._count_idle(proposals)
         rows, growing = self._catch_up(proposals)
         while growing:
             growing = self._extend(growing, rows)
@@ -152,6 +161,12 @@ class ModelDrafter:
     def forget(self, request: DraftState) -> None:
         """See `Drafter`."""
         self._blocks.forget(request)
+
+    def _count_idle(self, proposals: list[_Proposal]) -> None:
+        if any(proposal.length > 0 for proposal in proposals):
+            self._idle_steps = 0
+        elif not all(proposal.is_chunk for proposal in proposals):
+            self._idle_steps += 1
 
     def _length(self, item: DraftItem) -> int:
         """Tokens to propose: the j-th one is read off position stop + j - 1, which must exist for the draft."""
@@ -197,14 +212,13 @@ class ModelDrafter:
     def _goal(self, proposal: _Proposal) -> int:
         """Where a request's frontier should be after this call: past its newest token if a draft is wanted.
 
-        Chunks of a prompt are computed as they come. Who decodes without wanting a draft is left behind: should drafts be wanted
-        again, one forward over all that is missing costs much less than a forward each step.
+        Chunks of a prompt are computed as they come while drafts are in use. Who decodes without wanting a draft is left behind:
+        should drafts be wanted again, one forward over all that is missing costs much less than a forward each step.
         """
         item = proposal.item
         if proposal.length > 0:
             return item.stop + 1
-        is_chunk = item.stop + 1 < len(item.request.token_ids)
-        return min(item.stop, self._last(item)) if is_chunk else 0
+        return min(item.stop, self._last(item)) if proposal.is_chunk and self._idle_steps < IDLE_STEPS else 0
 
     def _compute(self, runs: list[DraftTokens]) -> None:
         for run in runs:

@@ -125,6 +125,7 @@ class PolicySettings:
     max_length: int = DEFAULT_MAX_LENGTH
     gain: float = 0.02  # a request must get faster by this share for its length to change
     first_acceptance: float = 0.5  # assumed of each position before anything is known
+    first_weight: float = 2.0  # tries that this assumption counts for
     prior_weight: float = 6.0  # tries of a request that the average of all requests counts for
     request_keep: float = 0.94  # a request's last 17 tries of a position count
     shared_keep: float = 0.98  # of all requests together the last 50
@@ -275,8 +276,8 @@ class AdaptivePolicy:
     def _prospects(self, candidates: Iterable[Candidate]) -> list[_Prospect]:
         settings = self._settings
         flat = [settings.first_acceptance] * settings.max_length
-        accepted = self._shared.accepted.estimates(flat, settings.prior_weight)
-        offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.prior_weight)
+        accepted = self._shared.accepted.estimates(flat, settings.first_weight)
+        offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.first_weight)
         prospects = []
         for candidate in candidates:
             habits = self._habits.get(candidate.number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -65,6 +66,21 @@ class Speculation:
         """A step committed a token of its own and `accepted` of `drafted` tokens."""
         self.counts.add(drafted, accepted)
         self.trace.append((drafted, accepted))
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it under stable names, for answers and reports."""
+        counts = self.counts
+        return {
+            "num_steps": counts.num_steps,
+            "num_drafts": counts.num_drafts,
+            "num_draft_tokens": counts.num_draft_tokens,
+            "num_accepted_tokens": counts.num_accepted_tokens,
+            "draft_tokens_per_position": counts.drafted_per_position,
+            "accepted_tokens_per_position": counts.accepted_per_position,
+            "mean_accepted_length": counts.mean_accepted_length,
+            "estimated_speedup": self.speedup,
+            "trace": [list(step) for step in self.trace],
+        }
 
     @property
     def speedup(self) -> float | None:

@@ -34,8 +34,8 @@ def least_probability(batch: int) -> float:
     """How sure a draft must be that is verified in a step of so many requests.
 
     A step of one request mostly waits for weights, so that a few more tokens cost little. The more requests share a step, the more
-    it costs to verify a token, and the less a token is worth in comparison with the whole step: with the costs of the native
-    backend the best thresholds for 1, 2, 4, 8 and 16 requests are about 0.3, 0.45, 0.65, 0.8 and 0.85.
+    a verified token costs, and the less it is worth beside the whole step: with the step times of the native backend the best
+    thresholds for 1, 2, 4, 8 and 16 requests are about 0.3, 0.45, 0.65, 0.8 and 0.85.
     """
     return 1 - (1 - LEAST_PROBABILITY) / math.sqrt(batch)
 

@@ -80,6 +80,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + dumps(payload) + b"\n\n"
 
 
+def speculation_json(output: RequestOutput) -> Json | None:
+    """What the last output of a choice says about its drafts; null where none are made."""
+    return None if output.speculation is None else output.speculation.as_json()
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts of one request; prompt tokens count once per prompt, however many choices it has."""
@@ -107,6 +112,7 @@ class Fold:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.speculation: Json | None = None
 
     def add(self, text: str, logprobs: Mapping[str, Sequence[Any]] | None, output: RequestOutput) -> None:
         """Append one delta."""
@@ -119,6 +125,7 @@ class Fold:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
             self.stop_reason = output.stop_reason
+            self.speculation = speculation_json(output)
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from triblade.engine.outputs import RequestOutput
 from triblade.serve.jobs import Job
-from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json
+from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, speculation_json
 from triblade.serve.render.logprobs import LogprobWriter, prompt_logprobs
 from triblade.serve.strict_json import dumps
 
@@ -43,6 +43,8 @@ class ChatRenderer:
         choice: Json = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish_reason}
         if output.finished:
             choice["stop_reason"] = output.stop_reason
+            if self._job.return_speculation:
+                choice["speculation"] = speculation_json(output)
         if self._job.return_token_ids:
             choice["token_ids"] = output.token_ids
         return events + self._chunks.choice(choice)
@@ -85,6 +87,8 @@ class ChatRenderer:
         }
         if self._job.return_token_ids:
             choice["token_ids"] = fold.token_ids
+        if self._job.return_speculation:
+            choice["speculation"] = fold.speculation
         return choice
 
     def _logprobs(self, output: RequestOutput) -> Mapping[str, Sequence[Any]] | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from triblade.engine.outputs import RequestOutput
 from triblade.serve.jobs import Job, PromptJob
-from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json
+from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, speculation_json
 from triblade.serve.render.logprobs import Legacy, LogprobWriter, prompt_logprobs
 from triblade.serve.strict_json import dumps
 
@@ -39,6 +39,8 @@ class CompletionRenderer:
         choice: Json = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
         if output.finished:
             choice["stop_reason"] = output.stop_reason
+            if self._job.return_speculation:
+                choice["speculation"] = speculation_json(output)
         if self._job.return_token_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = self._job.prompts[prompt].token_ids if first else None
@@ -74,6 +76,8 @@ class CompletionRenderer:
         if self._job.return_token_ids:
             choice["token_ids"] = fold.token_ids
             choice["prompt_token_ids"] = self._job.prompts[index // self._job.n].token_ids
+        if self._job.return_speculation:
+            choice["speculation"] = fold.speculation
         return choice
 
     def _delta(self, index: int, prompt: int, output: RequestOutput) -> tuple[str, Legacy | None]:

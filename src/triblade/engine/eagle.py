@@ -1,0 +1,225 @@
+"""Drafter `eagle`: a trained head, computed by torch or by the native kernels beside its target.
+
+Both read and write the head's layer in the target's KV rows and share the target's embedding. Knows no scheduler; which tokens the
+head must compute is `spec.eagle_drafter`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triblade import spec
+from triblade.config import EngineConfig
+from triblade.engine.attend import PagedAttend
+from triblade.engine.batch import Batch
+from triblade.engine.drafters import TargetParts
+from triblade.engine.executor import TorchExecutor
+from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, start_of
+from triblade.errors import ConfigError, UnsupportedError
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import LayerGroup
+from triblade.models.loader import OpenModel
+from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_quantized
+from triblade.spec.eagle import EagleHead
+from triblade.spec.eagle_drafter import EagleDrafter, GuessRun, HeadLimits
+from triblade.spec.eagle_files import EagleCheckpoint, fits, load_eagle
+
+log = logging.getLogger(__name__)
+
+
+class TorchEagle:
+    """Implements `GuessingHead` op by op.
+
+    Args:
+        head: with the target's backend and device.
+        cache: the drafter's layers.
+    """
+
+    def __init__(self, head: EagleHead, cache: KVCache) -> None:
+        self._head = head
+        self._cache = cache
+
+    @torch.inference_mode()
+    def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
+        """See `GuessingHead`."""
+        order = sorted(range(len(runs)), key=lambda n: runs[n].num_tokens)  # equal lengths stand together
+        found: list[list[int]] = [[] for _ in runs]
+        states = torch.cat([runs[n].states for n in order])
+        current = self._forward([runs[n] for n in order], states)
+        ends = torch.tensor([runs[n].num_tokens for n in order]).cumsum(0) - 1
+        current = current[ends.to(current.device)]  # [S, C]
+        while True:
+            kept = [place for place, n in enumerate(order) if len(found[n]) < runs[n].length]
+            kept = [place for place in kept if bool(current[place].isfinite().all())]
+            if not kept:
+                return found
+            order, current = [order[place] for place in kept], current[kept]
+            for n, token in zip(order, self._head.greedy(current).tolist(), strict=True):
+                found[n].append(token)
+            going_on = [place for place, n in enumerate(order) if len(found[n]) < runs[n].length]
+            if not going_on:
+                return found
+            order, current = [order[place] for place in going_on], current[going_on]
+            current = self._forward([_next(runs[n], found[n]) for n in order], current)
+
+    def _forward(self, items: Sequence[GuessRun], states: Tensor) -> Tensor:
+        backend, config = self._head.backend, self._head.config
+        batch = Batch.build(items, self._cache.layout.block_size, self._cache.pool.device)
+        attend = PagedAttend(batch, self._cache, config, backend)
+        return self._head.forward(batch.input_ids, states.to(batch.input_ids.device), batch.positions, attend)
+
+
+def _next(run: GuessRun, guessed: Sequence[int]) -> GuessRun:
+    """The newest guess, to compute."""
+    return replace(run, start=run.start + run.num_tokens + len(guessed) - 1, token_ids=[guessed[-1]])
+
+
+class NativeEagle(NativeProgram):
+    """Implements `GuessingHead` with a recorded program: one native call for a run and all its guesses.
+
+    Args:
+        checkpoint: the head.
+        target: whose embedding, team and cache it shares.
+        options: sizes.
+    """
+
+    def __init__(self, checkpoint: EagleCheckpoint, target: TargetParts, options: NativeOptions) -> None:
+        assert isinstance(target.executor, NativeExecutor)
+        super().__init__(checkpoint.config, target.cache.draft(), target.context_length, options)
+        self._weights = checkpoint.weights.mapped(_packed)
+        self._weights = replace(self._weights, layer=replace(self._weights.layer, gate_up=_interleaved(checkpoint)))
+        self._token_ids = checkpoint.weights.token_ids.to(torch.int32).contiguous()
+        matrices = self._weights.matrices()
+        self._open([target.executor.embedding, *matrices.values()], target.team)
+        self._record(target.executor.embedding)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the head's own matrices."""
+        return sum(matrix.nbytes for matrix in self._weights.matrices().values())
+
+    def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
+        """See `GuessingHead`."""
+        order = sorted(range(len(runs)), key=lambda n: -runs[n].length)
+        items = [runs[n] for n in order]
+        flat = FlatSteps.of(items)
+        states = torch.cat([run.states for run in items]).float()
+        lengths = array("i", [max(0, run.length) for run in items])
+        width = max(1, lengths[0])
+        out = array("i", bytes(4 * width * len(items)))
+        self._program.draft(
+            start_of(flat.token_ids),
+            states.data_ptr(),
+            *flat.sequences(),
+            start_of(lengths),
+            self._token_ids.data_ptr(),
+            width,
+            start_of(out),
+        )
+        found: list[list[int]] = [[] for _ in runs]
+        for place, n in enumerate(order):
+            tokens = out[place * width : place * width + lengths[place]].tolist()
+            found[n] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        return found
+
+    def _record(self, embedding: PackedMatrix) -> None:
+        config, weights, program = self._config, self._weights, self._program
+        program.embed(self._matrix(embedding), config.embedding_scale)
+        program.fuse(self._matrix(weights.fc))
+        self._record_layer(0, weights.layer, self._rope_tables()[0])
+        program.head(self._keep(weights.final_norm), config.rms_norm_eps, self._matrix(weights.head), 0.0)
+
+
+def _packed(matrix: QuantizedMatrix) -> PackedMatrix:
+    return pack_quantized(replace(matrix, scales=matrix.scales.half()))
+
+
+def _interleaved(checkpoint: EagleCheckpoint) -> PackedMatrix:
+    gate_up = checkpoint.weights.layer.gate_up
+    return _packed(gate_up.rows(interleaved_halves(gate_up.codes.shape[0])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EaglePlan:
+    """Implements `DrafterPlan`."""
+
+    config: EngineConfig
+    checkpoint: EagleCheckpoint
+    is_native: bool
+
+    @property
+    def layers(self) -> LayerGroup:
+        """See `DrafterPlan`."""
+        model = self.checkpoint.config
+        return LayerGroup(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `DrafterPlan`."""
+        matrices = self.checkpoint.weights.matrices().values()
+        return sum(matrix.codes.numel() * matrix.bits // 8 + matrix.scales.nbytes for matrix in matrices)
+
+    def build(self, target: TargetParts) -> EagleDrafter:
+        """Load the head beside its target."""
+        model, executor = self.checkpoint.config, target.executor
+        if not isinstance(executor, (TorchExecutor, NativeExecutor)):
+            raise UnsupportedError(
+                f"backend {executor.name} shows nobody its hidden states, which drafter eagle reads",
+                hint="use --drafter suffix, or --backend reference",
+            )
+        head: TorchEagle | NativeEagle
+        if isinstance(executor, NativeExecutor):
+            options = NativeOptions(
+                vocab_size=len(self.checkpoint.weights.token_ids),
+                max_tokens=self.config.max_num_batched_tokens,
+                max_rows=self.config.max_num_seqs,
+                isa=self.config.isa,
+            )
+            head = NativeEagle(self.checkpoint, target, options)
+        else:
+            decoder = executor.decoder
+            dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
+            head = TorchEagle(dense, target.cache.draft())
+        limits = HeadLimits(
+            max_tokens=self.config.max_num_batched_tokens,
+            window=model.layers[0].window or target.context_length,
+            hidden_size=model.hidden_size,
+            context_length=target.context_length,
+        )
+        return EagleDrafter(head, executor.states, self.config.block_size, limits)
+
+
+def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> EaglePlan:
+    """The plan of drafter `eagle`: the head that is named, or one that comes with the package and fits.
+
+    Raises:
+        CheckpointError: the folder holds no sound head.
+        ConfigError: the head is of another model, or none fits.
+    """
+    folder = config.draft_model
+    checkpoint = _shipped_head(model) if folder is None else load_eagle(Path(folder), model)
+    if is_native and any(matrix.group % 16 for matrix in checkpoint.weights.matrices().values()):
+        raise UnsupportedError(
+            "the head's groups are not whole lanes of the native kernels", hint="use --backend reference"
+        )
+    return EaglePlan(config=config, checkpoint=checkpoint, is_native=is_native)
+
+
+def _shipped_head(model: OpenModel) -> EagleCheckpoint:
+    for folder in sorted((Path(spec.__file__).parent / "heads").iterdir()):
+        if fits(folder, model):
+            log.info("eagle head: %s, from the package", folder.name)
+            return load_eagle(folder, model)
+    raise ConfigError(
+        f"no eagle head in the package fits {model.name}",
+        hint="make one: triblade align MODEL --output DIR, then --draft-model DIR",
+        param="draft_model",
+    )

@@ -1,0 +1,51 @@
+"""Random heads for tiny targets, and text with a rule that a head can learn."""
+
+from __future__ import annotations
+
+import torch
+from tiny_engine import open_tiny, plain_decoder
+from torch import Tensor
+
+from triblade.models.loader import OpenModel
+from triblade.ops.backend import Linear
+from triblade.ops.packing import QuantizedMatrix
+from triblade.quant.rtn import round_to_nearest
+from triblade.spec.align.unroll import Sequences
+from triblade.spec.eagle import NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+WINDOW = 8
+
+
+def target() -> OpenModel:
+    """A tiny llama whose sizes groups of 32 divide."""
+    return open_tiny("llama", **SIZES)
+
+
+def random_weights(model: OpenModel, draft_vocab_size: int = 40, bits: int = 8) -> EagleWeights[QuantizedMatrix]:
+    """A head that knows nothing."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = matrix_shapes(head_config(model.config, WINDOW), draft_vocab_size)
+    matrices = {
+        name: round_to_nearest(torch.randn(shape, generator=generator) * 0.2, bits, 32)
+        for name, shape in shapes.items()
+    }
+    norms = {name: torch.rand(model.config.hidden_size, generator=generator) + 0.5 for name in NORMS}
+    token_ids = torch.randperm(model.config.vocab_size, generator=generator)[:draft_vocab_size].sort().values
+    return EagleWeights.from_parts(matrices, norms, token_ids)
+
+
+def random_head(model: OpenModel, window: int | None = WINDOW) -> EagleHead:
+    """The same as a module, in float32."""
+    decoder = plain_decoder(model)
+    weights = random_weights(model).mapped(lambda matrix: Linear(matrix.dequantize()))
+    config = head_config(model.config, window)
+    return EagleHead(config, weights, decoder.weights.embedding, decoder.backend, decoder.context_length)
+
+
+def random_sequences(model: OpenModel, rows: int, length: int) -> Sequences:
+    """Sequences without padding, with hidden states out of the air."""
+    generator = torch.Generator().manual_seed(2)
+    ids: Tensor = torch.randint(0, model.config.vocab_size, (rows, length), generator=generator)
+    hidden = torch.randn(rows, length, model.config.hidden_size, generator=generator)
+    return Sequences(ids=ids, hidden=hidden, first=torch.full((rows,), 2), lengths=torch.full((rows,), length))
