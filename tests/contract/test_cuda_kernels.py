@@ -25,8 +25,6 @@ from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 BF16, F16 = torch.bfloat16, torch.float16
 ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order or offset is above 0.1
 

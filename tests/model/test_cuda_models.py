@@ -29,8 +29,6 @@ from triblade.models.config import model_config
 from triblade.ops.cuda.packing import unpack
 from triblade.quant.device_weights import DeviceReader, device_bytes
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 IDS = prompt(30)
 BOUND = 6e-2  # of bfloat16's roundings in a model of three layers
 
