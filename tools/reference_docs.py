@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from triblade import cli
-from triblade.config import ConvertConfig, EngineConfig, ServerConfig
+from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 COMMANDS = {
@@ -28,10 +28,12 @@ COMMANDS = {
     "serve": cli.serve,
     "eval": cli.evaluate,
     "convert": cli.convert,
+    "align": cli.align,
     "doctor": cli.doctor,
     "version": cli.version,
 }
-GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server", "ConvertConfig": "conversion"}
+GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
+GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment"}
 INTRODUCTION = """\
 # Command line
 
@@ -39,7 +41,7 @@ Written by `make docs` from the code; change the code, not this page.
 
 Answers go to standard output; logs, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
 options, 130 interrupted. Every option has the name of a field with dashes (`max_model_len` is `--max-model-len`); a
-switch that is on is turned off with `--no-...`. The model is the first argument or `--model`.
+switch that is on is turned off with `--no-...`. The model is the first argument or `--model` (`--target` of `align`).
 """
 ENVIRONMENT = """\
 ## Environment
@@ -127,6 +129,7 @@ def page() -> str:
     parts += option_table("Sampling options", cli.SamplingFlags)
     parts += option_table("Server options", ServerConfig)
     parts += option_table("Conversion options", ConvertConfig)
+    parts += option_table("Alignment options", AlignConfig)
     return "\n".join([*parts, ENVIRONMENT])
 
 

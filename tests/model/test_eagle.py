@@ -170,6 +170,9 @@ def test_another_checkpoint_of_the_same_model_is_allowed_and_said(
 ) -> None:
     facts = json.loads((folder / "config.json").read_text())
     facts["target"]["checkpoint"] = "another"
+    rounded = torch.tensor(model.config.rms_norm_eps, dtype=torch.float32).item()  # as a GGUF file has it
+    assert rounded != model.config.rms_norm_eps
+    facts["target"]["rms_norm_eps"] = rounded
     (folder / "config.json").write_text(json.dumps(facts))
     load_eagle(folder, model)
     assert "another checkpoint" in caplog.text

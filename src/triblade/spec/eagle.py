@@ -41,7 +41,7 @@ class EagleWeights(Generic[M]):
     @classmethod
     def from_parts(cls, matrices: dict[str, M], norms: dict[str, Tensor], token_ids: Tensor) -> EagleWeights[M]:
         """From matrices named as in MATRICES and norms named as in NORMS."""
-        layer: LayerWeights[M] = LayerWeights(
+        layer: LayerWeights[M] = LayerWeights(  # a subscripted call would set an attribute that slots do not have
             input_norm=norms["input_norm"],
             mlp_norm=norms["mlp_norm"],
             qkv=matrices["qkv"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -160,11 +161,20 @@ def _check_format(path: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_target(path: Path, trained: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     for name in (*_FACTS, "rope", "tokenizer"):
-        if trained.get(name) != found[name]:
+        if not _same(trained.get(name), found[name]):
             raise ConfigError(
                 f"the head in {path} was trained for another model: {name} was {trained.get(name)}, here it is {found[name]}",
                 hint="triblade align makes a head for this model",
             )
+
+
+def _same(trained: Any, found: Any) -> bool:
+    """Equal, up to the float32 that some file formats round a constant to."""
+    if isinstance(trained, Mapping) and isinstance(found, Mapping):
+        return trained.keys() == found.keys() and all(_same(trained[key], found[key]) for key in found)
+    if isinstance(trained, float) and isinstance(found, float):
+        return math.isclose(trained, found, rel_tol=1e-6)
+    return bool(trained == found)
 
 
 def _weights(
