@@ -77,7 +77,7 @@ def time_us(launch: Callable[[int], object], launches: int = LAUNCHES, rounds: i
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1000 / launches)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:

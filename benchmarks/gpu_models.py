@@ -20,8 +20,14 @@ Weights = Literal["w4", "bf16"]
 
 
 def _shape(architecture: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    names = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    names += ["vocab_size", "max_position_embeddings"]
+    names: tuple[str, ...] = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    names += ("vocab_size", "max_position_embeddings")
     return {"architectures": [architecture], **dict(zip(names, sizes, strict=True)), **more}
 
 

@@ -44,7 +44,7 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """On tiny tensors torch's threads would only wait for each other."""
     import torch
 

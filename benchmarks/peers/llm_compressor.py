@@ -13,15 +13,11 @@ import argparse
 import json
 import resource
 import time
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from datasets import Dataset
-from llmcompressor import oneshot
-from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQModifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CHARACTERS_PER_TOKEN = 16  # more than any text needs
@@ -43,11 +39,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     args = parser.parse_args()
     if args.device == "cpu":  # its scale search pins memory, which needs a CUDA device
-        torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign,assignment,return-value]
+        cast(Any, torch.Tensor).pin_memory = lambda tensor, device=None: tensor
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", device_map=args.device)
-    oneshot(
+    import_module("llmcompressor").oneshot(
         model=model,
         tokenizer=tokenizer,
         dataset=sequences(tokenizer, args.calibration, args.samples, args.length),
@@ -64,12 +60,12 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "peak_memory_bytes": peak, "peak_device_bytes": device_peak}))
 
 
-def sequences(tokenizer: Any, path: Path, samples: int, length: int) -> Dataset:
+def sequences(tokenizer: Any, path: Path, samples: int, length: int) -> Any:
     """The first `samples` x `length` tokens of a text."""
     text = path.read_text(encoding="utf-8")[: samples * length * CHARACTERS_PER_TOKEN]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     rows = [ids[start : start + length] for start in range(0, samples * length, length)]
-    return Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * samples})
+    return import_module("datasets").Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * samples})
 
 
 def recipe(args: argparse.Namespace) -> list[Any]:
@@ -82,9 +78,13 @@ def recipe(args: argparse.Namespace) -> list[Any]:
         "group_size": args.group_size,
     }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    rounding = GPTQModifier if "gptq" in args.method else QuantizationModifier
+    modifiers = "llmcompressor.modifiers"
+    if "gptq" in args.method:
+        rounding = import_module(f"{modifiers}.gptq").GPTQModifier
+    else:
+        rounding = import_module(f"{modifiers}.quantization").QuantizationModifier
     rounded = rounding(config_groups=groups, ignore=["lm_head"])
-    return [AWQModifier(), rounded] if "awq" in args.method else [rounded]
+    return [import_module(f"{modifiers}.transform.awq").AWQModifier(), rounded] if "awq" in args.method else [rounded]
 
 
 if __name__ == "__main__":

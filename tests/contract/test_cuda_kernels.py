@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_models import CPU, relative
+from cuda_models import CPU, kernel_folder, relative
 from emulated_device import EmulatedDevice
 from torch import Tensor
 
@@ -25,15 +25,13 @@ from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 BF16, F16 = torch.bfloat16, torch.float16
 ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order or offset is above 0.1
 
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(tmp_path_factory.mktemp("kernels"))
+    return EmulatedDevice(kernel_folder(tmp_path_factory))
 
 
 def integers(rows: int, inputs: int, group: int, bits: int, *, has_offsets: bool) -> QuantizedMatrix:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_models import CPU, config_of, cuda_executor, cuda_tiny, prompts, reference_executor, relative
-from native_models import all_logits, compute, rounded_source, sequence
+from cuda_models import (
+    CPU,
+    RecordingExecutor,
+    config_of,
+    cuda_executor,
+    cuda_tiny,
+    kernel_folder,
+    prompts,
+    reference_executor,
+    relative,
+)
+from native_models import all_logits, rounded_source, sequence
 from tiny import prompt
 
-from triblade.engine.cuda import why_not_cuda
+from triblade.engine.cuda import CudaExecutor, why_not_cuda
+from triblade.engine.request import Request
+from triblade.engine.scheduler import ScheduledRequest
 from triblade.models.config import model_config
 from triblade.ops.cuda.packing import unpack
 from triblade.quant.device_weights import DeviceReader, device_bytes
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 IDS = prompt(30)
-# Of bfloat16's roundings in a model of three layers; the reference in bfloat16 is as far from float32.
-BOUND = 4e-2
+BOUND = 6e-2  # of bfloat16's roundings in a model of three layers
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
+    return kernel_folder(tmp_path_factory)
 
 
 KINDS = [
@@ -45,8 +55,9 @@ def test_every_family(family: str, codec: str, folder: Path) -> None:
     config = config_of(model)
     ours = all_logits(cuda_executor(model.source, config, folder, codec=codec), IDS, 11)
     expected = all_logits(reference_executor(model.source, config, codec, torch.float32), IDS)
-    assert relative(ours, expected) < BOUND
-    assert bool((ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9)
+    rounded = all_logits(reference_executor(model.source, config, codec, torch.bfloat16), IDS)
+    # The reference in bfloat16 rounds more often; wrong parts of the arithmetic make several times its difference.
+    assert relative(ours, expected) < 1.25 * relative(rounded, expected)
 
 
 def test_float16(folder: Path) -> None:
@@ -57,17 +68,25 @@ def test_float16(folder: Path) -> None:
 
 
 def test_mixed_steps_and_more_rows_than_are_streamed(folder: Path) -> None:
-    """Chunks of several lengths and single tokens in one step, some of them beyond the streaming kernel."""
-    model = cuda_tiny("mistral", max_position_embeddings=320)
+    """Chunks of several lengths and single tokens in one step, first together beyond what the streaming kernel takes."""
+    model = cuda_tiny("mistral", max_position_embeddings=320, num_hidden_layers=1)
     config = config_of(model)
     ours = cuda_executor(model.source, config, folder)
     alone = reference_executor(model.source, config, "bfloat16", torch.float32)
-    tokens = prompts((150, 40, 9))
+    tokens = prompts((9, 22, 125))
+    expected = [all_logits(alone, ids, number=number) for number, ids in enumerate(tokens)]
     requests = [sequence(number, ids) for number, ids in enumerate(tokens)]
-    made = [compute(ours, requests, sizes) for sizes in ((140, 20, 5), (9, 19, 3), (1, 1, 1))]
-    for number, ids in enumerate(tokens):
-        rows = torch.cat([step[number] for step in made])
-        assert relative(rows, all_logits(alone, ids, number=number)) < BOUND
+    for sizes in ((4, 10, 118), (4, 11, 6), (1, 1, 1)):
+        items = [ScheduledRequest.next(r, size) for r, size in zip(requests, sizes, strict=True)]
+        ours.forward(items)
+        ends = list(accumulate(sizes))
+        for number, (end, item) in enumerate(zip(ends, items, strict=True)):
+            scores = ours.score([end - 1], with_logits=True)
+            assert scores.logits is not None
+            last = expected[number][item.start + item.num_tokens - 1]
+            assert relative(scores.logits[0], last) < BOUND
+            assert scores.best == [int(scores.logits[0].argmax())]
+            item.request.num_computed_tokens += item.num_tokens
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
@@ -84,6 +103,74 @@ def test_weights_rounded_while_loading(scheme: Any, folder: Path) -> None:
     assert total < device_bytes(model.source, config, torch.bfloat16, scheme)
     logits = all_logits(cuda_executor(model.source, config, folder, scheme=scheme), IDS)
     assert bool(logits.isfinite().all())
+
+
+def greedy(executor: Any, requests: list[Request], steps: int) -> list[list[int]]:
+    """Decode steps of all requests together, as the runner and the engine do it: the tokens of each."""
+    for _ in range(steps):
+        executor.forward([ScheduledRequest.next(r, 1) for r in requests])
+        best = executor.score(range(len(requests)), with_logits=False).best
+        for request, token in zip(requests, best, strict=True):
+            request.num_computed_tokens += 1
+            request.append(token)
+    return [request.output_token_ids for request in requests]
+
+
+def begun(executor: Any, lengths: tuple[int, ...]) -> list[Request]:
+    """Requests of which everything but the last token is computed."""
+    requests = [sequence(number, ids) for number, ids in enumerate(prompts(lengths))]
+    for request in requests:
+        executor.forward([ScheduledRequest.next(request, request.num_tokens - 1)])
+        request.num_computed_tokens = request.num_tokens - 1
+    return requests
+
+
+def test_steps_run_ahead(folder: Path) -> None:
+    """Tokens are those of launched steps; every step but the first is found under way."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    launched, recorded = (
+        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
+    )
+    expected = greedy(launched, begun(launched, (7, 12, 20)), 9)
+    requests = begun(recorded, (7, 12, 20))
+    before = recorded.replays
+    assert greedy(recorded, requests, 9) == expected
+    assert recorded.replays - before == 10  # the last of them for nothing
+
+
+def test_a_step_that_was_not_expected_is_computed(folder: Path) -> None:
+    """A request leaves, one takes another token than its best, blocks end: what ran ahead is dropped, tokens stay right."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    launched, recorded = (
+        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
+    )
+    results = []
+    for executor in (launched, recorded):
+        requests = begun(executor, (7, 12, 13))
+        requests[2].block_table = requests[2].block_table[:1]  # of 16 tokens
+        greedy(executor, requests, 3)
+        requests[2].block_table = sequence(2, [1]).block_table
+        greedy(executor, requests[:2], 2)
+        requests[0].token_ids[-1] = requests[0].output_token_ids[-1] = 5
+        greedy(executor, requests, 4)
+        results.append([request.output_token_ids for request in requests])
+    assert results[0] == results[1]
+
+
+def test_guessing_stops_where_it_is_wrong(folder: Path) -> None:
+    """Sampled tokens are seldom the best: after a wrong guess nothing runs ahead until one would have been right."""
+    model = cuda_tiny("qwen2", num_hidden_layers=1)
+    executor = cuda_executor(model.source, config_of(model), folder, kind=RecordingExecutor)
+    (request,) = begun(executor, (9,))
+    for step in range(4):
+        before = executor.replays
+        executor.forward([ScheduledRequest.next(request, 1)])
+        executor.score([0], with_logits=False)
+        assert executor.replays - before == (2 if step == 0 else 1)
+        request.num_computed_tokens += 1
+        request.append(4)
 
 
 def test_what_is_left_to_the_reference() -> None:

@@ -2,6 +2,7 @@
 // other. Slow and exact, so that the kernels' own sources are tested where there is no GPU. Rules of the processor that it checks:
 // none but those that a wrong result shows; it knows no races.
 #include <math.h>
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -39,12 +40,17 @@ using std::max;
 using std::min;
 
 namespace emulation {
+// A context starts a thread; from then on jumps switch, which cost no system call.
 struct Thread {
   ucontext_t context;
+  jmp_buf place;
   std::vector<char> stack;
-  bool done = false;
+  bool started = false, done = false;
+  const u32* round = nullptr;  // of the barrier that it waits for, until it is no longer `since`
+  u32 since = 0;
 };
-static ucontext_t scheduler;
+static ucontext_t unused;
+static jmp_buf scheduler;
 static std::vector<Thread> threads;
 static u32 current;
 static u32 arrived, generation, live;
@@ -55,14 +61,14 @@ struct Warp {
 static std::vector<Warp> warps;
 static void (*body)();
 
-static void yield() { swapcontext(&threads[current].context, &scheduler); }
 static void wait(u32& count, u32& round, u32 expected) {
-  const u32 mine = round;
   if (++count == expected) {
     count = 0, round++;
     return;
   }
-  while (round == mine) yield();
+  Thread& thread = threads[current];
+  thread.round = &round, thread.since = round;
+  if (!_setjmp(thread.place)) _longjmp(scheduler, 1);
 }
 static void leave() {
   threads[current].done = true;
@@ -71,31 +77,37 @@ static void leave() {
 static void entry() {
   body();
   leave();
-  swapcontext(&threads[current].context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+static void resume(Thread& thread) {
+  threadIdx = {current, 0, 0};
+  if (_setjmp(scheduler)) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  setcontext(&thread.context);
 }
 static Warp& warp() { return warps[current / 32]; }
 static void warp_barrier() { wait(warp().arrived, warp().generation, 32); }
 
 static void run_block(u32 size) {
-  threads.resize(size);
+  if (threads.size() < size) threads.resize(size);
   warps.assign((size + 31) / 32, Warp());
   live = size, arrived = 0;
   for (u32 i = 0; i < size; i++) {
     Thread& thread = threads[i];
-    thread.done = false;
+    thread.started = thread.done = false, thread.round = nullptr;
     thread.stack.resize(1 << 17);
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.data();
     thread.context.uc_stack.ss_size = thread.stack.size();
-    thread.context.uc_link = &scheduler;
+    thread.context.uc_link = &unused;
     makecontext(&thread.context, entry, 0);
   }
   while (live)
-    for (current = 0; current < size; current++)
-      if (!threads[current].done) {
-        threadIdx = {current, 0, 0};
-        swapcontext(&scheduler, &threads[current].context);
-      }
+    for (current = 0; current < size; current++) {
+      Thread& thread = threads[current];
+      if (!thread.done && !(thread.round && *thread.round == thread.since)) resume(thread);
+    }
 }
 
 template <typename... A, size_t... I>

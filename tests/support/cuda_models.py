@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from emulated_device import EmulatedDevice
 from native_models import SEQUENCE_BLOCKS
 from tiny import TinyModel, tiny_model
 
-from triblade.engine.cuda import CudaExecutor
+from triblade.engine.cuda import CudaExecutor, _Recorded
 from triblade.engine.executor import TorchExecutor
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
@@ -23,6 +24,13 @@ from triblade.ops.reference import ReferenceBackend
 from triblade.quant.device_weights import DeviceReader
 
 CPU = torch.device("cpu")
+
+
+def kernel_folder(factory: pytest.TempPathFactory) -> Path:
+    """One folder of compiled kernels for all tests of a session."""
+    folder = factory.getbasetemp() / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def cuda_tiny(name: str, **overrides: Any) -> TinyModel:
@@ -41,11 +49,17 @@ def cache_for(config: ModelConfig, codec: str, dtype: torch.dtype) -> KVCache:
 
 
 def cuda_executor(
-    source: Any, config: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, codec: str | None = None,
+    source: Any,
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    codec: str | None = None,
     scheme: Any = None,
-) -> CudaExecutor:  # fmt: skip
+    kind: Any = CudaExecutor,
+) -> Any:
     weights = DeviceReader(source, config, dtype, CPU, scheme).read()
-    return CudaExecutor(
+    return kind(
         config,
         weights,
         cache_for(config, codec or str(dtype).removeprefix("torch."), dtype),
@@ -53,6 +67,38 @@ def cuda_executor(
         vocab_size=config.vocab_size,
         device=EmulatedDevice(folder),
     )
+
+
+class Replayed:
+    """What stands for a CUDA graph: the launches again."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+        self._run()
+
+
+class RecordingExecutor(CudaExecutor):
+    """Recorded steps without a GPU."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._records = True
+
+    def _record(self, size: int, queries: int) -> _Recorded:
+        inputs = self._inputs(size, queries)
+        self._decoder.reserve(size, queries)
+        return _Recorded(Replayed(lambda: self._run(inputs, queries)), inputs, queries)
+
+    def _wait(self) -> None:
+        """Everything is done at once."""
+
+    @property
+    def replays(self) -> int:
+        return sum(step.graph.count for step in self._recorded.values())
 
 
 def reference_executor(source: Any, config: ModelConfig, codec: str, dtype: torch.dtype) -> TorchExecutor:

@@ -147,7 +147,7 @@ class CudaExecutor:
         """See `StepExecutor`. The last call of a step may start the next one; logits are not to be had after it."""
         if self._step is None:
             return self._score_launched(rows, with_logits)
-        torch.cuda.current_stream(self._memory).synchronize()
+        self._wait()
         self._unread = False
         everything: list[int] = self._host_best.tolist()
         best = [everything[row] for row in rows]
@@ -191,7 +191,7 @@ class CudaExecutor:
             self._recorded[key] = self._record(size, queries)
         recorded = self._recorded[key]
         if self._unread:  # the host's side of the inputs may still be on its way
-            torch.cuda.current_stream(self._memory).synchronize()
+            self._wait()
         self._unread, self._step = True, (items, recorded)
         self._fill(recorded.inputs, items, queries)
         recorded.inputs.device.copy_(recorded.inputs.host, non_blocking=True)
@@ -238,7 +238,7 @@ class CudaExecutor:
         tokens[0].fill(0)
         tokens[1:].fill(NO_SLOT)
         for number, item in enumerate(items):
-            table = _blocks(item)
+            table = _blocks(item)[: self._width]
             tables[number, : len(table)] = table
             num_blocks[number] = len(table)
             part = slice(number * queries, (number + 1) * queries)
@@ -246,8 +246,11 @@ class CudaExecutor:
             tokens[0, part], tokens[1, part] = item.token_ids, positions
             tokens[2, part] = _slots(table, positions, self.cache.layout.block_size)
 
+    def _wait(self) -> None:
+        torch.cuda.current_stream(self._memory).synchronize()
+
     def _pinned(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.int32, pin_memory=self._records)
+        return torch.zeros(length, dtype=torch.int32, pin_memory=self._memory.type == "cuda")
 
     # Launched steps
 

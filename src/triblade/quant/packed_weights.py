@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from triblade.errors import UnsupportedError
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, M
-from triblade.models.gguf_checkpoint import GGUFCheckpoint
 from triblade.models.weights import TensorSource, WeightReader, check_shape, wanted_names
 from triblade.ops.packing import (
     BLOCK_ROWS,
@@ -27,7 +25,6 @@ from triblade.ops.packing import (
     pack_dense,
     pack_quantized,
 )
-from triblade.quant.gguf_blocks import KERNEL_TYPES, quantized_matrix
 from triblade.quant.kernel_matrices import KernelForm, joined, joint_form, kernel_form, kernel_matrix
 from triblade.quant.quantized_checkpoint import QuantizedCheckpoint
 from triblade.quant.rtn import round_to_nearest
@@ -38,6 +35,15 @@ Scheme = Literal["int4", "int8"]
 SCHEME_BITS: Mapping[Scheme, int] = {"int4": 4, "int8": 8}
 GROUPS = (64, 32, 16)  # tried in this order; 64 costs half the scales of 32
 _NO_CODES = "stored dense"
+
+
+@runtime_checkable
+class StoresBlocks(Protocol):
+    """A GGUF file. Nothing of the gguf package is imported before there is one."""
+
+    def raw(self, name: str) -> tuple[Any, Any]:
+        """See `models.gguf_checkpoint`."""
+        ...
 
 
 class CodesReader(WeightReader[M]):
@@ -80,8 +86,10 @@ class CodesReader(WeightReader[M]):
         """What the file has as codes, if kernels multiply all parts as one matrix."""
         if isinstance(self.source, QuantizedCheckpoint):
             return self._checkpoint_codes(self.source, parts, inputs, bias)
-        if not isinstance(self.source, GGUFCheckpoint):
+        if not isinstance(self.source, StoresBlocks):
             return None
+        from triblade.quant.gguf_blocks import quantized_matrix
+
         matrices = []
         for name, rows in parts:
             self.expect(f"{name}.weight")
@@ -231,15 +239,20 @@ def packed_bytes(source: TensorSource, config: ModelConfig, dtype: torch.dtype, 
         return int(body * (bits / 8 + 2 / group) + tables * (1 + 2 / group))
     if isinstance(source, QuantizedCheckpoint):
         return _SizeReader(source, config, dtype).total()
-    if isinstance(source, GGUFCheckpoint):
+    if isinstance(source, StoresBlocks):
         return sum(_stored_bytes(source, name, dtype) for name in wanted_names(source, config))
     return config.num_parameters * dtype.itemsize
 
 
-def _stored_bytes(source: GGUFCheckpoint, name: str, dtype: torch.dtype) -> int:
+def _stored_bytes(source: StoresBlocks, name: str, dtype: torch.dtype) -> int:
     """Of one tensor: its blocks as they are, or dense."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    from triblade.quant.gguf_blocks import KERNEL_TYPES
+
     rows, kind = source.raw(name)
+    size: int = rows.nbytes
     if kind in KERNEL_TYPES:
-        return rows.nbytes
-    elements, size = GGML_QUANT_SIZES[kind]
-    return rows.nbytes // size * elements * dtype.itemsize
+        return size
+    elements, block_bytes = GGML_QUANT_SIZES[kind]
+    return size // block_bytes * elements * dtype.itemsize

@@ -135,6 +135,7 @@ class AttentionKernels:
         self._memory = memory
         self._workspace = torch.empty(0, dtype=torch.uint8, device=memory)
         self._counters = torch.zeros(0, dtype=torch.int32, device=memory)
+        self._outgrown: list[tuple[Tensor, Tensor]] = []  # recorded steps may still use it
 
     def rotate_and_write(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, rotation: Rotation) -> None:
         """Norm and rotate the queries of qkv [T, (H + 2 G) * D] in place; keys and values go to the cache."""
@@ -196,6 +197,8 @@ class AttentionKernels:
     def _reserve(self, partials: int, counters: int, head_dim: int) -> None:
         """Grow scratch; a head of more than 128 dimensions takes two partial results per block."""
         size = partials * (2 if head_dim > 128 else 1) * (TILE_QUERIES * (head_dim + 2) * 4)
+        if self._workspace.nbytes < size or self._counters.numel() < counters:
+            self._outgrown.append((self._workspace, self._counters))
         if self._workspace.nbytes < size:
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self._memory)
         if self._counters.numel() < counters:
