@@ -57,55 +57,68 @@ def build_engine(config: EngineConfig) -> Engine:
 def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
     """Wire an engine around an opened model."""
     kernels = choose_kernels(config, model, device)
-    is_native = kernels == "native"
-    drafter_plan = plan_drafter(config, model, is_native=is_native)
-    layout = kv_layout(config, model, is_native, drafter_plan.layers if drafter_plan else None)
-    weight_bytes = model.weight_bytes
-    if kernels != "reference":
-        count = packed_bytes if is_native else device_bytes
-        weight_bytes = count(model.checkpoint, model.config, model.dtype, config.quantization)
-    if drafter_plan:
-        weight_bytes += drafter_plan.weight_bytes
+    drafter_plan = plan_drafter(config, model, is_native=kernels == "native")
+    layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
+    weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
     plan = plan_for(config, model, layout, weight_bytes, device)
-    log.info("%s", plan.describe())
-    if plan.context_length < (config.max_model_len or model.config.context_length):
-        log.warning(
-            "context cut to %d tokens of the model's %d by memory", plan.context_length, model.config.context_length
-        )
-    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
+    _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
-    team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores) if is_native else None
-    executor: StepExecutor
-    if is_native:
-        executor = native_executor(config, model, cache, plan.context_length, team)
-    elif kernels == "cuda":
-        executor = cuda_executor(config, model, cache, plan.context_length)
-    else:
-        executor = torch_executor(config, model, cache, plan.context_length)
-    parts = TargetParts(executor=executor, cache=cache, context_length=plan.context_length, team=team)
-    drafter = drafter_plan.build(parts) if drafter_plan else None
+    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
+    target = _load(config, model, kernels, cache, plan.context_length)
+    drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
-    log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, executor.name)
-    scheduler = Scheduler(
-        BlockPool(plan.num_kv_blocks),
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)
     engine = Engine(
         model,
-        ModelRunner(executor, Sampler(model.vocab_size)),
-        scheduler,
+        ModelRunner(target.executor, Sampler(model.vocab_size)),
+        _scheduler(config, plan.num_kv_blocks),
         context_length=plan.context_length,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
     if drafter is not None:
-        engine.speculator = Speculator(drafter, scheduler, make_policy(config))
+        engine.speculator = Speculator(drafter, engine.scheduler, make_policy(config))
     if config.drafter == "draft":  # the only one that somebody else may have made for another model
         warn_if_never_right(engine)
     return engine
+
+
+def _weight_bytes(config: EngineConfig, model: OpenModel, kernels: Kernels) -> int:
+    """Memory that the weights will take in the form of these kernels."""
+    if kernels == "reference":
+        return model.weight_bytes
+    count = packed_bytes if kernels == "native" else device_bytes
+    return count(model.checkpoint, model.config, model.dtype, config.quantization)
+
+
+def _log_plan(plan: MemoryPlan, wanted_context: int) -> None:
+    log.info("%s", plan.describe())
+    if plan.context_length < wanted_context:
+        log.warning("context cut to %d tokens of the model's %d by memory", plan.context_length, wanted_context)
+
+
+def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCache, context_length: int) -> TargetParts:
+    """The weights, in an executor."""
+    executor: StepExecutor
+    team = None
+    if kernels == "native":
+        team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores)
+        executor = native_executor(config, model, cache, context_length, team)
+    elif kernels == "cuda":
+        executor = cuda_executor(config, model, cache, context_length)
+    else:
+        executor = torch_executor(config, model, cache, context_length)
+    return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
+
+
+def _scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
 
 
 def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device) -> Kernels:
