@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from eagle_heads import WINDOW, random_weights
 from tiny_folders import tiny_folder, words
 
 from triblade.config import EngineConfig
+from triblade.engine.eagle import NativeEagle, TorchEagle
 from triblade.errors import UnsupportedError
+from triblade.kv.cache import KVCache
 from triblade.llm import LLM
+from triblade.models.loader import open_model
+from triblade.ops.reference import ReferenceBackend
 from triblade.sampling_params import SamplingParams
+from triblade.spec.eagle_drafter import EagleDrafter, GuessRun
+from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
 
@@ -47,3 +56,48 @@ def test_a_draft_that_the_kernels_cannot_run_is_refused(target: Path, tmp_path: 
     odd = tiny_folder(tmp_path / "odd", head_dim=20, num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match="the draft cannot run on the target's native kernels: head size 20"):
         tokens(target, drafter="draft", draft_model=str(odd))
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = open_model(EngineConfig(model=str(target)))
+    path = tmp_path_factory.mktemp("head")
+    save_eagle(path, target_facts(model), random_weights(model, bits=4), {"window": WINDOW})
+    return path
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "int8"}, {"max_num_batched_tokens": 7}], ids=str)
+def test_a_head_changes_nothing(target: Path, head: Path, changes: dict[str, Any]) -> None:  # F01
+    assert tokens(target, drafter="eagle", draft_model=str(head), **changes)[0] == tokens(target, **changes)[0]
+
+
+def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
+    """But for near ties, since native inputs are rounded to 8 bits; runs of several lengths, some without guesses, in one call."""
+    settings: dict[str, Any] = {"device": "cpu", "backend": "native", "num_kv_blocks": 64, "threads": 2}
+    llm = LLM(EngineConfig(model=str(target), drafter="eagle", draft_model=str(head), **settings))
+    assert llm.engine.speculator is not None
+    drafter = llm.engine.speculator.drafter
+    assert isinstance(drafter, EagleDrafter)
+    native = drafter._head
+    assert isinstance(native, NativeEagle)
+    model = open_model(EngineConfig(model=str(target), dtype="float32"))
+    decoder = model.load(64, ReferenceBackend(), torch.device("cpu"))
+    dense = load_eagle(head, model).head(decoder.weights.embedding, decoder.backend, 64)
+    layout = replace(llm.engine.runner.executor.cache.layout, codec="float32", arrangement="tokens")
+    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft())
+    generator = torch.Generator().manual_seed(4)
+    equal = total = 0
+    for _ in range(20):
+        runs = []
+        for number in range(3):
+            size = int(torch.randint(1, 20, (1,), generator=generator))
+            states = torch.randn(size, model.config.hidden_size, generator=generator)
+            ids = torch.randint(0, model.config.vocab_size, (size,), generator=generator).tolist()
+            request = llm.engine.prepare(ids, PARAMS)[0]
+            request.block_table.extend(range(number * 4, number * 4 + 4))
+            runs.append(GuessRun(request, 0, ids, states, (3, 0, 5)[number]))
+        for ours, theirs, run in zip(native.guess(runs), reference.guess(runs), runs, strict=True):
+            assert len(ours) == len(theirs) == run.length
+            equal += ours[:1] == theirs[:1]
+            total += 1
+    assert equal >= 0.85 * total
