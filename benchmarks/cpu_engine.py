@@ -45,9 +45,9 @@ class TimedProgram:
         """One step."""
         self._timed(self._program.run, arguments)
 
-    def logits(self, *arguments: int) -> None:
-        """Rows of logits."""
-        self._timed(self._program.logits, arguments)
+    def score(self, *arguments: int) -> None:
+        """The head, of some rows."""
+        self._timed(self._program.score, arguments)
 
     def _timed(self, call: Callable[..., None], arguments: tuple[int, ...]) -> None:
         start = time.perf_counter()

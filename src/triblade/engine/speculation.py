@@ -3,6 +3,9 @@
 Joins a drafter, which knows no scheduler, with a policy, which knows no tensor. A length is cut to what the request may still
 produce, to the free blocks and to the budget of the next step, so that a draft never costs another request its turn.
 
+Where drafts lose for long, even asking costs: a few per cent of a step of several requests. Then everything here sleeps for a
+while. Drafters are used to that: they catch up, with what they still can know.
+
 Life of a step: its tokens are committed, `note` counts them request by request -> `after_step` tells the policy what it took, asks
 for lengths, and has the drafter propose what the next step verifies.
 """
@@ -32,6 +35,33 @@ from triblade.spec.record import Speculation, SpeculationCounts
 
 log = logging.getLogger(__name__)
 
+IDLE_STEPS = 64  # without a draft wanted by anybody, until the first nap
+ACTIVE_STEPS = 32  # with drafts in a row, after which naps are short again
+NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048  # doubles from nap to nap
+
+
+class _Naps:
+    """When nobody wants drafts, and for how long nobody asks."""
+
+    def __init__(self) -> None:
+        self._left = self._idle = self._active = 0
+        self._next = NAP_STEPS
+
+    def is_asleep(self) -> bool:
+        """Whether this step passes in sleep; called once a step."""
+        self._left -= self._left > 0
+        return self._left > 0
+
+    def observe(self, *, wants_drafts: bool) -> None:
+        """What was asked for after a step that had requests to draft for."""
+        self._active = self._active + 1 if wants_drafts else 0
+        self._idle = 0 if wants_drafts else self._idle + 1
+        if self._active >= ACTIVE_STEPS:
+            self._next = NAP_STEPS
+        if self._idle >= IDLE_STEPS:
+            self._left, self._idle = self._next, 0
+            self._next = min(2 * self._next, NAP_STEPS_AT_MOST)
+
 
 def make_policy(config: EngineConfig) -> DraftPolicy:
     """The policy that a configuration asks for."""
@@ -60,6 +90,7 @@ class Speculator:
         self._scheduler = scheduler
         self._asked: dict[int, int] = {}  # request number -> tokens asked for in the draft that is not verified yet
         self._noted: list[tuple[Speculation, Verified]] = []  # decoding requests of this step
+        self._naps = _Naps()
         self._draft_s: float | None = None  # of the last proposals; None where they also took in prompts
 
     def note(self, result: StepResult, num_committed: int, *, is_last: bool) -> None:
@@ -76,6 +107,9 @@ class Speculator:
 
     def after_step(self, results: Sequence[StepResult], seconds: float) -> None:
         """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are."""
+        if self._naps.is_asleep():
+            self._noted, self._draft_s = [], None
+            return
         self._learn(sum(result.item.num_tokens for result in results), seconds)
         self._propose([result for result in results if not result.request.is_finished])
 
@@ -94,7 +128,8 @@ class Speculator:
         self.policy.observe(record)
         if not noted or not record.is_decode_only or self._draft_s is None:
             return
-        plain_s = self.policy.plain_step_s(len(noted))
+        is_plain = all(verified.proposed == 0 for _, verified in noted)
+        plain_s = seconds if is_plain else self.policy.plain_step_s(len(noted))
         if plain_s is None:
             return
         for speculation, verified in noted:
@@ -106,6 +141,8 @@ class Speculator:
             self._draft_s = None
             return
         items = self._items(results)
+        if any(result.item.samples for result in results):
+            self._naps.observe(wants_drafts=any(item.length for item in items))
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
         self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None
