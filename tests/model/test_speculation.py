@@ -188,8 +188,8 @@ def test_a_drafter_that_loses_for_long_is_left_alone_for_a_while() -> None:  # F
 
     model = open_tiny("llama", max_position_embeddings=2048)
     drafter = Counting(model.config.vocab_size)
-    llm = speculate(tiny_llm(model, num_kv_blocks=600), drafter, 3, Never(3))
+    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3, Never(3))
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    llm.generate([[1, 2, 3]], params)
+    llm.generate([[1, 2, 3]] * 4, params)
     assert drafter.calls == 3 * 64  # then asleep for 255, 511 and, at the end, more steps than are left of 1,000
     llm.engine.check_idle()

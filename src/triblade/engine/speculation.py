@@ -35,6 +35,7 @@ from triblade.spec.record import Speculation, SpeculationCounts
 
 log = logging.getLogger(__name__)
 
+NAP_REQUESTS = 4  # fewer requests leave so much to gain that the policy's own probes are worth it
 IDLE_STEPS = 64  # without a draft wanted by anybody, until the first nap
 ACTIVE_STEPS = 32  # with drafts in a row, after which naps are short again
 NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048  # doubles from nap to nap
@@ -141,7 +142,7 @@ class Speculator:
             self._draft_s = None
             return
         items = self._items(results)
-        if any(result.item.samples for result in results):
+        if sum(result.item.samples for result in results) >= NAP_REQUESTS:
             self._naps.observe(wants_drafts=any(item.length for item in items))
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
