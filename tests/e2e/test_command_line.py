@@ -121,11 +121,12 @@ def test_eval_against_itself(smollm2: Path) -> None:
         "eval", str(smollm2), "--text", str(TEXT), "--context", "128", "--max-tokens", "256", "--against", str(smollm2)
     )
     assert done.returncode == 0
-    first, second, third = done.stdout.decode().splitlines()
+    first, second, third, fourth = done.stdout.decode().splitlines()
     assert first.startswith("perplexity ")
     assert first.endswith(" over 254 tokens, context 128")
     assert second.split("perplexity ")[1] == first.split()[1]
     assert third == "KL 0.000000 nats/token, top-1 agreement 100.00%"
+    assert fourth == "hidden states off by layer:" + " 0.0e+00" * 30
 
 
 @pytest.mark.parametrize(
