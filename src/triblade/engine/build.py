@@ -128,7 +128,8 @@ def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device)
         UnsupportedError: the native ones were asked for, or fast ones are needed, and cannot.
     """
     fast: Kernels = "cuda" if device.type == "cuda" and config.backend != "native" else "native"
-    reason = (_against_cuda if fast == "cuda" else _against_native)(config, model, device)
+    against = _against_cuda if fast == "cuda" else _against_native
+    reason = _wants_reference(config) or against(config, model, device)
     if reason is None:
         return fast
     if config.backend == "native" or config.quantization is not None:
@@ -140,11 +141,13 @@ def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device)
     return "reference"
 
 
-def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
+def _wants_reference(config: EngineConfig) -> str | None:
     if config.backend == "reference":
         return "asked for"
-    if config.deterministic:
-        return "deterministic mode"
+    return "deterministic mode" if config.deterministic else None
+
+
+def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
     if config.attention_backend != "auto":
         return f"attention backend {config.attention_backend}"
     capability = torch.cuda.get_device_capability(device)
@@ -154,10 +157,6 @@ def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) 
 
 
 def _against_native(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
-    if config.backend == "reference":
-        return "asked for"
-    if config.deterministic:
-        return "deterministic mode"
     if device.type != "cpu":
         return f"device {device.type}"
     if model.dtype not in (torch.bfloat16, torch.float32):

@@ -12,7 +12,7 @@ from typing import cast
 
 from triblade.config import DType, EngineConfig
 from triblade.engine.build import native_executor, torch_executor
-from triblade.engine.drafters import TargetParts
+from triblade.engine.drafters import TargetParts, kv_layers
 from triblade.engine.native_program import why_not_native
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.layout import LayerGroup
@@ -43,8 +43,7 @@ class ModelDraftPlan:
     @property
     def layers(self) -> LayerGroup:
         """See `DrafterPlan`."""
-        model = self.draft.config
-        return LayerGroup(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        return kv_layers(self.draft.config)
 
     @property
     def weight_bytes(self) -> int:

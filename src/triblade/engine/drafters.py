@@ -13,6 +13,7 @@ from triblade.config import EngineConfig
 from triblade.engine.executor import StepExecutor
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import LayerGroup
+from triblade.models.config import ModelConfig
 from triblade.models.loader import OpenModel
 from triblade.registry import DRAFTERS
 from triblade.spec.drafter import Drafter
@@ -51,6 +52,11 @@ class DrafterPlan(Protocol):
     def build(self, target: TargetParts) -> Drafter:
         """Load it."""
         ...
+
+
+def kv_layers(model: ModelConfig) -> LayerGroup:
+    """The KV layers of a drafter that is a decoder of this shape."""
+    return LayerGroup(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
 
 
 def plan_drafter(config: EngineConfig, model: OpenModel, *, is_native: bool) -> DrafterPlan | None:

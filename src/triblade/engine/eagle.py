@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from triblade import spec
-from triblade.config import EngineConfig
+from triblade.config import EngineConfig, forced_isa
 from triblade.engine.attend import PagedAttend
 from triblade.engine.batch import Batch
-from triblade.engine.drafters import TargetParts
+from triblade.engine.drafters import TargetParts, kv_layers
 from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, start_of
@@ -158,8 +158,7 @@ class EaglePlan:
     @property
     def layers(self) -> LayerGroup:
         """See `DrafterPlan`."""
-        model = self.checkpoint.config
-        return LayerGroup(num_layers=1, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        return kv_layers(self.checkpoint.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -181,7 +180,7 @@ class EaglePlan:
                 vocab_size=len(self.checkpoint.weights.token_ids),
                 max_tokens=self.config.max_num_batched_tokens,
                 max_rows=self.config.max_num_seqs,
-                isa=self.config.isa,
+                isa=self.config.isa or forced_isa(),
             )
             head = NativeEagle(self.checkpoint, target, options)
         else:

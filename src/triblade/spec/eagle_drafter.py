@@ -120,7 +120,7 @@ class EagleDrafter:
     @property
     def num_requests(self) -> int:
         """Requests that are remembered."""
-        return len(self._blocks_and_memories())
+        return len({*self._memories, *self._blocks.numbers})
 
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
         """See `Drafter`."""
@@ -133,9 +133,6 @@ class EagleDrafter:
         """See `Drafter`."""
         self._blocks.forget(request)
         self._memories.pop(request.number, None)
-
-    def _blocks_and_memories(self) -> set[int]:
-        return {*self._memories, *self._blocks.numbers}
 
     def _remember(self, items: Sequence[DraftItem]) -> None:
         """Add the states of this step to the memories, the newest `window` of each."""
