@@ -220,6 +220,14 @@ def test_damaged_state_is_noticed(config: ConvertConfig, monkeypatch: pytest.Mon
         convert(replace(config, resume=True))
 
 
+def test_a_damaged_layer_is_noticed(config: ConvertConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(config, 1, monkeypatch)
+    layer = next(config.output.with_name("out.unfinished").glob("*.safetensors"))
+    layer.write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        convert(replace(config, resume=True))
+
+
 # Preflight: nothing has been computed when these are raised.
 
 

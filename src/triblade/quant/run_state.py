@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -173,7 +173,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}", hint="start again without --resume") from error
 
 
