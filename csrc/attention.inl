@@ -155,8 +155,9 @@ struct ItemView {
 };
 
 // What an item reads next, fetched a fixed distance ahead of where it is. Blocks lie a whole row apart, where the processor does not
-// look ahead by itself, so the lines are named one by one: as many at each step as are used up by it, since a burst of them is dropped.
-// In the order of memory, all heads of a tile together, which is much faster than head after head.
+// look ahead by itself, so the lines are named one by one, in the order of memory: all heads of a tile together, which is much faster
+// than head after head. They are asked for evenly over the time of a chunk, for in a burst they keep each other waiting, and without
+// any the memory idles: three for every four that a product reads, the rest while weights are computed.
 class Ahead {
  public:
   Ahead() = default;
@@ -168,12 +169,8 @@ class Ahead {
     return std::max(kAheadBytes, unit + unit / 2) / kLine;
   }
 
-  void step(int lines) {
-    while (lines > left_) {
-      for (; left_ > 0; left_--, lines--, at_ += kLine) prefetch(at_);
-      next_run();
-      if (!view_) return;
-    }
+  __attribute__((always_inline)) void step(int lines) {
+    if (lines > left_) return cross(lines);
     for (int i = 0; i < lines; i++) prefetch(at_ + i * kLine);
     at_ += lines * kLine, left_ -= lines;
   }
@@ -193,6 +190,16 @@ class Ahead {
     const uint8_t* start;
     const uint16_t* scales;
   };
+
+  // A step over the end of a run; apart, so that the usual step stays small where it is used.
+  __attribute__((noinline, cold)) void cross(int lines) {
+    while (lines > left_) {
+      for (; left_ > 0; left_--, lines--, at_ += kLine) prefetch(at_);
+      next_run();
+      if (!view_) return;
+    }
+    step(lines);
+  }
 
   void next_run() {
     left_ = 0;
@@ -265,7 +272,7 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
       for (int r = 0; r < R; r++) total[t][r] = set_int(-128 * q.sum[r0 + r]);
     }
     for (int d = 0; d < dim; d += 4) {
-      if (r0 == 0) ahead.step(T);
+      if (r0 == 0 && d % 16 != 12) ahead.step(T);
       B tile[T];
       for (int t = 0; t < T; t++) tile[t] = flip_signs(load_bytes(keys[t] + d * kTile));
       for (int r = 0; r < R; r++) {
@@ -284,7 +291,7 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
     for (int r = 0; r < R; r++) total[t][r] = zero();
   }
   for (int d = 0; d < dim; d += 2) {
-    if (r0 == 0) ahead.step(T);
+    if (r0 == 0 && d % 8 != 6) ahead.step(T);
     B tile[T];
     for (int t = 0; t < T; t++) tile[t] = load_bytes(keys[t] + d * 2 * kTile);
     for (int r = 0; r < R; r++) {
@@ -345,27 +352,43 @@ inline void score_keys(const Queries& q, const Keys& keys, int head, const Atten
   }
 }
 
-// Turn a query's scores of a chunk into weights and shrink what was summed before. False when it sees nothing here.
-template <class Dim> inline bool weigh(float* scores, int count, Accumulator& acc, int r, Dim dim) {
+// 2^x for x <= 0, relative error below 1e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); exactly nothing for a key that is not seen.
+inline F power_of_2(F x) {
+  const F n = round(max(x, set(-126.0f))), r = sub(x, n);
+  F p = set(1.3264727e-3f);
+  p = fma(p, r, set(9.6715129e-3f));
+  p = fma(p, r, set(5.5507337e-2f));
+  p = fma(p, r, set(2.4022242e-1f));
+  p = fma(p, r, set(6.9314698e-1f));
+  p = fma(p, r, set(1.0f));
+  return zero_below(scale_by_power_of_2(p, n), x, -125.0f);
+}
+
+// Turn a query's scores of a chunk into weights, times `scales` where there are some, and shrink what was summed before; `pace` is
+// called for every 16 keys. Returns the largest of what was written, negative when the query sees nothing here.
+template <class Dim, class Pace>
+inline float weigh(float* scores, int count, const float* scales, Accumulator& acc, int r, Dim dim, Pace pace) {
+  constexpr float kLog2E = 1.44269504f;
   F top = set(kMinusInfinity);
   for (int i = 0; i < count; i += kTile) top = max(top, load(scores + i));
-  const float chunk_top = highest(top);
-  if (chunk_top <= kMinusInfinity) return false;
-  const float new_top = std::max(acc.top[r], chunk_top);
-  F total = zero();
+  const float chunk_top = highest(top), before = acc.top[r];
+  if (chunk_top <= kMinusInfinity) return -1;
+  const float new_top = std::max(before, chunk_top);
+  F total = zero(), largest = zero();
   for (int i = 0; i < count; i += kTile) {
-    const F difference = sub(load(scores + i), set(new_top));
-    const F weight = zero_below(exp(difference), difference, -86.0f);  // exactly nothing for a key that is not seen
-    store(scores + i, weight);
+    pace();
+    F weight = power_of_2(mul(sub(load(scores + i), set(new_top)), set(kLog2E)));
     total = add(total, weight);
+    if (scales) weight = mul(weight, load(scales + i)), largest = max(largest, weight);
+    store(scores + i, weight);
   }
-  const float shrink = acc.top[r] <= kMinusInfinity ? 0.0f : std::exp(acc.top[r] - new_top);
-  acc.total[r] = acc.total[r] * shrink + sum(total);
   acc.top[r] = new_top;
+  const float shrink = before == new_top ? 1.0f : before <= kMinusInfinity ? 0.0f : std::exp(before - new_top);
+  acc.total[r] = acc.total[r] * shrink + sum(total);
   if (shrink != 1.0f) {
     for (int d = 0; d < dim; d += kTile) store(acc.out + r * dim + d, mul(load(acc.out + r * dim + d), set(shrink)));
   }
-  return true;
+  return scales ? highest(largest) : 0.0f;
 }
 
 // out[r] += weights x values of some keys, bf16 values; W vectors of 16 columns from d on.
@@ -378,15 +401,20 @@ inline void add_values_bf16(const float* weights, const Keys& keys, int head, Sh
   for (int key = range.begin; key < range.end; key += kTile) {
     const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key, head)) + d;
     const int count = std::min(kTile, range.end - key);  // what lies behind is of a former owner, and may be NaN
-    for (int i = 0; i < count; i++, values += dim) {
-      if (ahead) ahead->step((W + 1) / 2);
+    auto take = [&](int i) {
       F value[W];
-      for (int w = 0; w < W; w++) value[w] = load_bf16(values + w * kTile);
+      for (int w = 0; w < W; w++) value[w] = load_bf16(values + i * dim + w * kTile);
       for (int r = 0; r < R; r++) {
         const F weight = set(weights[r * kKeyChunk + key - range.begin + i]);
         for (int w = 0; w < W; w++) total[r][w] = fma(value[w], weight, total[r][w]);
       }
+    };
+    int i = 0;
+    for (; i + 4 <= count; i += 4) {
+      if (ahead) ahead->step(W + W / 2);
+      for (int j = 0; j < 4; j++) take(i + j);
     }
+    for (; i < count; i++) take(i);
   }
   for (int r = 0; r < R; r++) {
     for (int w = 0; w < W; w++) store(out + r * dim + d + w * kTile, total[r][w]);
@@ -403,7 +431,7 @@ inline void add_values_int8(const uint8_t* codes, const Keys& keys, int head, Sh
   for (int key = range.begin; key < range.end; key += kTile) {
     const uint8_t* values = keys.values(key, head) + 4 * d;
     for (int i = 0; i < kTile; i += 4, values += 4 * dim) {
-      if (ahead) ahead->step(W);
+      if (ahead && i != 12) ahead->step(W);
       B tile[W];
       for (int w = 0; w < W; w++) tile[w] = load_bytes(values + w * 64);
       for (int r = 0; r < R; r++) {
@@ -417,17 +445,10 @@ inline void add_values_int8(const uint8_t* codes, const Keys& keys, int head, Sh
   }
 }
 
-// A row's weights times its tokens' value scales, as 8-bit codes of the chunk's largest; returns the step.
-inline float weight_codes(float* weights, const Keys& keys, int head, int begin, int end, uint8_t* codes) {
-  F top = zero();
-  for (int key = begin; key < end; key += kTile) {
-    const F scaled = mul(load(weights + key - begin), load_half(keys.value_scales(key, head)));
-    store(weights + key - begin, scaled);
-    top = max(top, scaled);
-  }
-  const float largest = highest(top);
+// A row's scaled weights as 8-bit codes of the largest; returns the step.
+inline float weight_codes(const float* weights, int count, float largest, uint8_t* codes) {
   const F inverse = set(largest > 0 ? 255.0f / largest : 0.0f);
-  for (int i = 0; i < end - begin; i += kTile) store_uint8(codes + i, round(mul(load(weights + i), inverse)));
+  for (int i = 0; i < count; i += kTile) store_uint8(codes + i, mul(load(weights + i), inverse));
   return largest / 255.0f;
 }
 
@@ -455,16 +476,21 @@ struct HeadSpace {
 };
 static_assert(sizeof(HeadSpace) <= kHeadSpaceBytes);
 
-// Weights of a chunk from its scores; for int8 values in codes as well.
-template <class Dim> inline void weigh_chunk(HeadSpace& head, const Keys& keys, int number, Share chunk, Dim dim) {
-  const int rows = head.queries.rows, padded = (chunk.end - chunk.begin + kTile - 1) / kTile * kTile;
+// Weights of a chunk from its scores; for int8 values in codes as well. A quarter of the lines that a chunk's time is worth are
+// fetched here.
+template <class Dim> inline void weigh_chunk(HeadSpace& head, const Keys& keys, int number, Share chunk, Dim dim, Ahead& ahead) {
+  const bool coded = keys.cache.cache == Cache::kInt8;
+  const int rows = head.queries.rows, padded = (chunk.end - chunk.begin + kTile - 1) / kTile * kTile, lines = keys.tile_bytes() / 128;
+  alignas(64) float scales[kKeyChunk];
+  for (int i = 0; coded && i < padded; i += kTile) store(scales + i, load_half(keys.value_scales(chunk.begin + i, number)));
   for (int r = 0; r < rows; r++) {
     float* scores = head.scores + r * kKeyChunk;
-    if (!weigh(scores, padded, head.piece, r, dim)) std::fill_n(scores, kKeyChunk, 0.0f);
-    if (keys.cache.cache != Cache::kInt8) continue;
-    head.steps[r] = weight_codes(scores, keys, number, chunk.begin, chunk.end, head.codes + r * kKeyChunk);
+    const int share = (r + 1) * lines / rows - r * lines / rows;
+    const float largest = weigh(scores, padded, coded ? scales : nullptr, head.piece, r, dim, [&] { ahead.step(share); });
+    if (largest < 0) std::fill_n(scores, kKeyChunk, 0.0f);
+    if (coded) head.steps[r] = weight_codes(scores, padded, largest, head.codes + r * kKeyChunk);
   }
-  if (keys.cache.cache == Cache::kInt8) std::fill_n(head.sums, rows * dim, 0);
+  if (coded) std::fill_n(head.sums, rows * dim, 0);
 }
 
 // Add the values of some keys, which stand from `at` on in their chunk.
@@ -524,7 +550,7 @@ inline void attend_piece(const ItemView& view, const HeadSpaces& heads, Share ke
     in_turns([&](int h, Share range, int at) {
       score_keys(heads[h].queries, view.keys, first + h, view.shape, dim, range, ahead, heads[h].scores + at);
     });
-    for (int h = 0; h < count; h++) weigh_chunk(heads[h], view.keys, first + h, chunk, dim);
+    for (int h = 0; h < count; h++) weigh_chunk(heads[h], view.keys, first + h, chunk, dim, ahead);
     in_turns([&](int h, Share range, int at) { add_values(heads[h], view.keys, first + h, range, at, dim, ahead); });
     if (view.keys.cache.cache == Cache::kInt8) {
       for (int h = 0; h < count; h++) add_sums(heads[h], dim);
