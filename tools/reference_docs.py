@@ -12,7 +12,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -56,9 +56,11 @@ ENVIRONMENT = """\
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Field name -> the string that stands below it in the class."""
+    """Field name -> the string that stands below it in the class, or in one that it inherits from."""
+    docs: dict[str, str] = {}
+    for parent in kind.__bases__:
+        docs |= field_docs(parent) if is_dataclass(parent) else {}
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    docs = {}
     for node, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else []):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
             docs[node.target.id] = " ".join(ast.literal_eval(below.value).split())
