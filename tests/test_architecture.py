@@ -32,6 +32,7 @@ LINE = (
     "cli",
 )
 BASE = {"", "errors", "registry", "config", "sampling_params", "host", "console"}
+COMMAND_LINE = {"cli", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")
 PURE += ("bench.workload", "bench.metrics")
@@ -51,9 +52,9 @@ def modules() -> Mapping[str, ast.Module]:
 
 
 def layer(module: str) -> str:
-    """`engine.scheduler` -> `engine`; modules of the base and `__main__` have no package of their own."""
+    """`engine.scheduler` -> `engine`; modules of the base and of the command line have no package of their own."""
     head = module.partition(".")[0]
-    return "base" if head in BASE else "cli" if head == "__main__" else head
+    return "base" if head in BASE else "cli" if head in COMMAND_LINE else head
 
 
 def imports(module: str, *, at_load: bool = False) -> Iterator[str]:

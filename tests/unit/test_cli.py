@@ -260,6 +260,21 @@ def test_flags_of_long_runs_make_their_configuration(
     assert seen == [config]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["generate", "m"], "error: missing: --prompt\nhint: triblade generate --help lists its options\n"),
+        (["serve", "m", "--prot", "8"], "Did you mean --port?\nhint: triblade serve --help lists its options\n"),
+        (["servee", "m"], "hint: triblade --help lists the commands\n"),
+    ],
+)
+def test_wrong_options_say_where_the_right_ones_are(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    assert cli.main(arguments) == cli.BAD_OPTIONS
+    assert capsys.readouterr().err.endswith(error)
+
+
 def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     return cli.main(["chat", "m", "--system", "s"])

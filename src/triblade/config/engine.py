@@ -73,8 +73,7 @@ class EngineConfig:
     """Reuse the KV blocks of earlier requests that begin with the same tokens."""
 
     drafter: DrafterName | None = None
-    """Speculative decoding; the output stays the same. `suffix` repeats what stood in the text before, `draft` asks a small model,
-    `self` the same model with fewer bits or layers, `eagle` a trained head; default: none."""
+    """What guesses tokens ahead; output stays the same: `suffix` (earlier text), `draft` (small model), `self`, `eagle` (head)."""
 
     draft_model: str | None = None
     """The small model of drafter `draft`, named like `model`, or the folder of an `eagle` head."""
@@ -98,8 +97,7 @@ class EngineConfig:
     """Drafter `self`: use this many of the model's first layers."""
 
     draft_temperature: float = 0.0
-    """0: drafts are the draft model's best tokens, and seeded output is that of plain decoding. Above: for requests that sample,
-    drafts are drawn, at the request's temperature times this factor; more of them are accepted, and 1 is a good start."""
+    """0: drafts are best guesses; seeded output is that of plain decoding. Above (try 1): drawn at the request's times this."""
 
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
@@ -111,7 +109,7 @@ class EngineConfig:
     """Where to compute."""
 
     backend: BackendName = "auto"
-    """Kernels to compute with: `native` (C++, CPU) or `reference` (torch); `auto` takes native where it can and says why not."""
+    """`native` (C++, CPU), `reference` (torch), or `auto`: the fastest that runs this model; the log says why not a faster one."""
 
     attention_backend: AttentionBackend = "auto"
     """Attention kernel: `sdpa` (torch), `eager` (explicit softmax, takes every model); `auto` chooses and says why."""
@@ -129,14 +127,13 @@ class EngineConfig:
     """Microseconds that an idle helper thread of the native backend spins before it parks."""
 
     isa: str = ""
-    """Instruction set of the native backend: portable, avx2, avx2-vnni, avx512-vnni or avx512-bf16; default: the best one,
-    or what TRIBLADE_ISA says."""
+    """Of the native backend: portable, avx2, avx2-vnni, avx512-vnni or avx512-bf16; default: TRIBLADE_ISA, else the best one."""
 
     tensor_parallel_size: int = 1
-    """Devices to split the model over. This engine runs on one; `triblade deploy` plans for more."""
+    """Devices to split the model over. This engine runs on one; anything else is refused."""
 
     pipeline_parallel_size: int = 1
-    """Stages to split the layers over. This engine runs on one."""
+    """Stages to split the layers over. This engine runs on one; anything else is refused."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""

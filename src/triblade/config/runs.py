@@ -1,7 +1,7 @@
 """Options of long runs over one model: conversion, and training a head.
 
-Knows no model, no quantization pass and no trainer: names that are theirs are checked where they are. The classes share a file, since
-the command line reads the type of an inherited field in the file of the class that inherits it.
+Knows no model, no quantization pass and no trainer: names that are theirs are checked where they are. The classes share a file,
+since the command line looks for the type of an inherited field in the file of the class that inherits it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Conversion:
     """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
 
     max_size_mb: float | None = None
-    """Size of the weights' file in MB (10^6 bytes): a budget as `average_bits` is, of which it takes the place."""
+    """Largest size of the weights' file in MB (10^6 bytes); a budget like `average_bits`, and instead of it."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
@@ -194,7 +194,7 @@ class Alignment:
     """Highest learning rate."""
 
     seed: int = 0
-    """Of everything that is drawn."""
+    """Seed of everything that is drawn at random."""
 
     dtype: DType = "auto"
     """Data type of the target's weights in training; `auto` is bfloat16 on CUDA and float32 on a CPU."""
