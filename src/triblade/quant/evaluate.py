@@ -14,6 +14,7 @@ import torch
 
 from triblade import host
 from triblade.config import EngineConfig
+from triblade.config.checks import require_at_least
 from triblade.console import progress
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.models.decoder import Decoder
@@ -73,11 +74,7 @@ def evaluate_file(
         ConfigError: the text is not UTF-8 or too short, the context too long, or the two tokenizers disagree.
         UnsupportedError: the native kernels or rounding at load were asked for; this measures checkpoints on the reference kernels.
     """
-    if config.quantization is not None or config.backend == "native":
-        wanted = f"quantization {config.quantization}" if config.quantization else "backend native"
-        raise UnsupportedError(
-            f"eval measures checkpoints as they are stored, on the reference kernels; got {wanted}", hint="leave it out"
-        )
+    _check_options(config, context, max_tokens)
     models = [open_model(config)]
     if against is not None:
         models.append(open_model(replace(config, model=against, revision=None, tokenizer=None)))
@@ -103,6 +100,16 @@ def evaluate_file(
         top1_agreement=both.top1_agreement,
         layer_errors=tuple(errors),
     )
+
+
+def _check_options(config: EngineConfig, context: int, max_tokens: int | None) -> None:
+    if config.quantization is not None or config.backend == "native":
+        wanted = f"quantization {config.quantization}" if config.quantization else "backend native"
+        raise UnsupportedError(
+            f"eval measures checkpoints as they are stored, on the reference kernels; got {wanted}", hint="leave it out"
+        )
+    require_at_least("context", context, 2)
+    require_at_least("max_tokens", max_tokens, 2)
 
 
 def prompts_from(model: OpenModel, path: Path, count: int) -> list[list[int]]:
