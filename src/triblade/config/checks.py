@@ -6,6 +6,10 @@ from triblade.errors import ConfigError
 
 
 def require_at_least(name: str, value: float | None, least: int) -> None:
-    """Refuse `value` below `least`; None means "not given" and passes."""
+    """None means "not given" and passes.
+
+    Raises:
+        ConfigError: `value` is below `least`.
+    """
     if value is not None and value < least:
         raise ConfigError(f"{name} must be at least {least}, got: {value}", param=name)

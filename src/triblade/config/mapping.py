@@ -15,7 +15,11 @@ _Config = TypeVar("_Config")
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    """Build a config dataclass; unknown keys fail with the nearest valid name."""
+    """Build a config dataclass.
+
+    Raises:
+        ConfigError: a key is unknown (the hint has the nearest valid one) or missing, or a value is out of range.
+    """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -29,7 +33,11 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
 
 
 def from_toml(kind: type[_Config], path: Path, table: str) -> _Config:
-    """Read one table of a TOML file into a config dataclass."""
+    """Read one table of a TOML file into a config dataclass; a table that is not there is an empty one.
+
+    Raises:
+        ConfigError: the file cannot be read, or see `from_mapping`.
+    """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

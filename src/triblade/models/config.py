@@ -159,7 +159,11 @@ def common(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
 
 def activation(name: str) -> Activation:
-    """Our name for a feed-forward activation."""
+    """Our name for a feed-forward activation.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
     if name not in _ACTIVATIONS:
         raise UnsupportedError(f"unknown activation: {name!r}", hint=f"known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -174,7 +178,11 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> Map
 
 
 def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """One RopeConfig from its settings; `type` and `rope_type` are the same key, `rope_type` wins."""
+    """One RopeConfig from its settings; `type` and `rope_type` are the same key, `rope_type` wins.
+
+    Raises:
+        UnsupportedError: a kind of scaling that is not known.
+    """
     name = parameters.get("rope_type") or parameters.get("type") or "default"
     if name not in _ROPE_KINDS:
         raise UnsupportedError(f"unknown rope type: {name!r}", hint=f"known: {', '.join(_ROPE_KINDS)}")
@@ -217,7 +225,12 @@ def context_length(hf: Mapping[str, Any], rope: RopeConfig) -> int:
 
 
 def layer_types(hf: Mapping[str, Any], is_local: Sequence[bool]) -> tuple[bool, ...]:
-    """Which layers are local (windowed): the explicit `layer_types` win over a family's pattern."""
+    """Which layers are local (windowed): the explicit `layer_types` win over a family's pattern.
+
+    Raises:
+        CheckpointError: there are not as many entries as layers.
+        UnsupportedError: an entry is not known.
+    """
     explicit = hf.get("layer_types")
     if explicit is None:
         return tuple(is_local)

@@ -172,7 +172,11 @@ def expect_tensor(store: TensorStore, name: str, shape: tuple[int, ...], types: 
 
 
 def groups_of(scheme: QuantScheme, module: str, inputs: int) -> int:
-    """Scales in a row, or an error that names the module."""
+    """Scales in a row of `inputs`.
+
+    Raises:
+        CheckpointError: groups do not fill a row; the message names the module.
+    """
     try:
         return scheme.groups(inputs)
     except ConfigError as error:
@@ -180,7 +184,11 @@ def groups_of(scheme: QuantScheme, module: str, inputs: int) -> int:
 
 
 def expect_value(value: Any, allowed: Sequence[Any], what: str) -> None:
-    """Refuse a setting that is understood to change the meaning of the codes, unless it is one of `allowed`."""
+    """Check a setting that changes what the codes mean.
+
+    Raises:
+        UnsupportedError: it is none of `allowed`.
+    """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise UnsupportedError(f"{what} is {value!r}, which is not read", hint=f"read: {choices}")
