@@ -25,6 +25,9 @@ _ROPE_KINDS: Mapping[str, RopeKind] = {
     "longrope": "longrope",
     "su": "longrope",  # Phi-3's first name for it
 }
+# Settings of some kinds, under the names that RopeConfig has for them.
+_ROPE_NUMBERS: tuple[str, ...] = ("attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_NUMBERS += ("mscale", "mscale_all_dim")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -192,19 +195,7 @@ def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: 
         parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or stated
     )
     partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    optional = {
-        key: float(parameters[key])
-        for key in (
-            "attention_factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if parameters.get(key) is not None
-    }
+    numbers = {key: float(parameters[key]) for key in _ROPE_NUMBERS if parameters.get(key) is not None}
     return RopeConfig(
         kind=kind,
         theta=float(parameters.get("rope_theta") or 10000.0),
@@ -214,7 +205,7 @@ def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: 
         truncate=bool(parameters.get("truncate", True)),
         short_factor=tuple(map(float, parameters.get("short_factor") or ())),
         long_factor=tuple(map(float, parameters.get("long_factor") or ())),
-        **optional,
+        **numbers,
     )
 
 

@@ -88,18 +88,17 @@ def evaluate_file(
                 model=config.model, perplexity=found.value, num_tokens=found.num_tokens, context=context
             )
         both = compare(decoders[0], decoders[1], ids, context, advance)
-        errors = layer_errors(decoders[0], decoders[1], ids[:context])
-    return QualityReport(
-        model=config.model,
-        perplexity=both.model.value,
-        num_tokens=both.model.num_tokens,
-        context=context,
-        against=against,
-        against_perplexity=both.original.value,
-        kl=both.kl,
-        top1_agreement=both.top1_agreement,
-        layer_errors=tuple(errors),
-    )
+        return QualityReport(
+            model=config.model,
+            perplexity=both.model.value,
+            num_tokens=both.model.num_tokens,
+            context=context,
+            against=against,
+            against_perplexity=both.original.value,
+            kl=both.kl,
+            top1_agreement=both.top1_agreement,
+            layer_errors=tuple(layer_errors(decoders[0], decoders[1], ids[:context])),
+        )
 
 
 def _check_options(config: EngineConfig, context: int, max_tokens: int | None) -> None:
