@@ -259,13 +259,13 @@ def doctor(
     from triblade.engine.build import build_engine
     from triblade.engine.probe import probe as measure
     from triblade.models.loader import open_model
-    from triblade.spec.rope_trial import align_draft
+    from triblade.spec.rope_trial import fit_of_draft
 
     console.setup_logging(log_level)
     config = EngineConfig(model=target, drafter="draft", draft_model=draft)
-    alignment = align_draft(open_model(config), open_model(EngineConfig(model=draft)))
-    print(alignment)
-    if alignment.refusal is not None:
+    fit = fit_of_draft(open_model(config), open_model(EngineConfig(model=draft)))
+    print(fit)
+    if fit.refusal is not None:
         return 1
     if probe:
         acceptance = measure(build_engine(config))
