@@ -21,7 +21,7 @@ from triblade.models.decoder import Decoder, DecoderWeights
 from triblade.models.loader import OpenModel
 from triblade.models.weights import DenseReader, TensorSource
 from triblade.ops.backend import Backend, Linear
-from triblade.quant.layer import LayerQuantizer, LayerSettings
+from triblade.quant.layer import LayerQuantizer, LayerResult, LayerSettings
 from triblade.quant.passes import Recipe
 from triblade.quant.run_state import RunState
 from triblade.quant.scheme import QuantScheme
@@ -84,19 +84,23 @@ def quantize_layers(job: Job, state: RunState) -> None:
     with progress(label, len(todo), unit="layers") as advance:
         for index in todo:
             started = time.monotonic()
-            settings = LayerSettings(
-                recipe=job.recipe,
-                schemes=job.schemes[index],
-                scale_type=job.scale_type,
-                store_type=job.model.checkpoint.dtype,
-            )
-            reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
-            result = LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
-            del reader
+            result = _quantized(decoder, job, index, streams)
             seconds = time.monotonic() - started
             state.finish_layer(result, seconds, streams)
             log.debug("layer %d: %.1f s, errors %s", index, seconds, result.errors)
             advance(1)
+
+
+def _quantized(decoder: Decoder, job: Job, index: int, streams: Streams | None) -> LayerResult:
+    """One layer, read from disk; what was mapped for it is given back with the reader, when this returns."""
+    settings = LayerSettings(
+        recipe=job.recipe,
+        schemes=job.schemes[index],
+        scale_type=job.scale_type,
+        store_type=job.model.checkpoint.dtype,
+    )
+    reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
+    return LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
 
 
 def decoder_without_layers(job: Job) -> Decoder:
