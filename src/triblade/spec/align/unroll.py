@@ -24,7 +24,7 @@ class Sequences:
     """Padded sequences and what the target made of them."""
 
     ids: Tensor  # [B, L] int64
-    hidden: Tensor  # [B, L, C], the target's, final norm included
+    hidden: Tensor  # [B, L, F * C], the target's; see `batches.target_hidden`
     first: Tensor  # [B] first token that counts
     lengths: Tensor  # [B] without padding
 
@@ -90,7 +90,7 @@ def unroll(head: EagleHead, batch: Sequences, steps: int, known: Tensor | None =
         before = before * known[..., None]
     states: list[Tensor] = []
     for _ in range(steps):
-        state = head.forward(batch.ids.flatten(), before.flatten(0, 1), positions, attend).view_as(batch.hidden)
+        state = head.forward(batch.ids.flatten(), before.flatten(0, 1), positions, attend).unflatten(0, (rows, length))
         states.append(state)
         before = _shifted(state)
     return states

@@ -11,10 +11,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from triblade.models.config import ModelConfig
 from triblade.models.decoder import Decoder
 from triblade.ops.backend import AttentionMask
 
+# One query a sequence over keys that grow with every step: cuDNN would plan anew for every length.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LOOK_EVERY = 32  # steps between looks at who is finished
 KEEP_ABOVE = 0.7  # share of live sequences under which the finished ones are thrown out
 _LEAST_NOISE = 1e-20
@@ -59,7 +63,8 @@ class BatchWriter:
         for begin in range(0, len(prompts), self.at_once):
             part = slice(begin, begin + self.at_once)
             generator = torch.Generator(self._decoder.device).manual_seed(seed + begin)
-            written += self._write(prompts[part], max_tokens, temperatures[part], generator)
+            with sdpa_kernel(_KERNELS):
+                written += self._write(prompts[part], max_tokens, temperatures[part], generator)
         return written
 
     @torch.inference_mode()
@@ -152,6 +157,12 @@ class _LockStep:
         """Go on with some of the sequences."""
         for layer in range(len(self._keys)):
             self._keys[layer], self._values[layer] = self._keys[layer][rows], self._values[layer][rows]
+
+
+def lane_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Memory of one of the sequences in lock step: keys, values, logits and the noise that draws from them."""
+    cache = config.num_layers * 2 * config.kv_size * tokens * dtype.itemsize
+    return cache + 4 * config.vocab_size * torch.float32.itemsize
 
 
 def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
