@@ -56,7 +56,7 @@ def plain(sampled: bool = False) -> list[Completion]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("head")
-    save_eagle(path, target_facts(model()), random_weights(model(), bits=4), {"window": WINDOW})
+    save_eagle(path, target_facts(model()), random_weights(model(), bits=4), {"window": WINDOW, "inner_layers": [0]})
     return path
 
 

@@ -13,6 +13,7 @@ from eagle_heads import WINDOW, random_head, random_sequences, random_weights, t
 from safetensors.torch import load_file, save_file
 from tiny_engine import open_tiny
 from torch import Tensor
+from torch.nn.functional import pad
 
 from triblade.engine.attend import PagedAttend
 from triblade.engine.batch import AttentionGroup, Batch
@@ -41,7 +42,7 @@ def head(model: OpenModel) -> EagleHead:
 
 @pytest.fixture
 def folder(model: OpenModel, tmp_path: Path) -> Path:
-    save_eagle(tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW})
+    save_eagle(tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW, "inner_layers": [0]})
     return tmp_path / "head"
 
 
@@ -107,7 +108,7 @@ def test_unrolled_steps_are_what_a_chain_of_guesses_computes(model: OpenModel, w
         for step in range(steps):  # everything again for each guess, from the plainest attention there is
             length = begin + 1 + step
             previous = before(hidden)[: begin + 1]
-            previous = torch.cat((previous, *own))
+            previous = torch.cat((previous, *(pad(state, (0, hidden.shape[1] - state.shape[1])) for state in own)))
             attend = DenseAttend(head.config, head.backend, length)
             state = head.forward(ids[:length], previous, torch.arange(length), attend)
             own.append(state[-1:])

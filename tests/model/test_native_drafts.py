@@ -62,7 +62,7 @@ def test_a_draft_that_the_kernels_cannot_run_is_refused(target: Path, tmp_path: 
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = open_model(EngineConfig(model=str(target)))
     path = tmp_path_factory.mktemp("head")
-    save_eagle(path, target_facts(model), random_weights(model, bits=4), {"window": WINDOW})
+    save_eagle(path, target_facts(model), random_weights(model, bits=4), {"window": WINDOW, "inner_layers": [0]})
     return path
 
 
