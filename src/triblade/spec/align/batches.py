@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from triblade.models.decoder import Decoder, window_mask
+from triblade.ops.attention import unplanned
 from triblade.spec.align.text import Conversation
 from triblade.spec.align.unroll import Sequences
 
@@ -96,7 +97,8 @@ def target_hidden(decoder: Decoder, ids: Tensor, inner_layers: Sequence[int] = (
 
     inner = dict[int, Tensor]()
     watch = partial(_note, inner, frozenset(inner_layers))
-    final = decoder.forward(ids.flatten(), positions.repeat(rows), attend, watch)
+    with unplanned():
+        final = decoder.forward(ids.flatten(), positions.repeat(rows), attend, watch)
     hidden: Tensor = torch.cat((final, *(inner[layer] for layer in inner_layers)), -1).unflatten(0, (rows, length))
     return hidden
 

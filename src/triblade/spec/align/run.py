@@ -43,7 +43,7 @@ TIMED_STEPS = 4  # steps that say how many fit into the minutes
 TEMPLATE_TOKENS = 64  # that a chat template may add to the user's
 SEQUENCES = {"cuda": 8192, "cpu": 32}  # in lock step, where memory allows
 LANES_SHARE = 0.8  # of the free memory, for those sequences
-BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 KEEP_SHARE = 0.4  # of the free memory, for hidden states
 # Fields of AlignConfig that change the text, and those that change what is made of it.
 _TEXT_OPTIONS = ("answer_tokens", "seed", "dtype")

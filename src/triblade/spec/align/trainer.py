@@ -166,7 +166,7 @@ class Trainer:
         others = [self._parameters[name] for name in ("head", *NORMS)]
         return [
             Muon(hidden, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+            AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=self._target.device.type == "cuda"),
         ]
 
     def _set_rates(self, number: int) -> None:

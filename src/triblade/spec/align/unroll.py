@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triblade.ops.attention import unplanned
 from triblade.spec.eagle import EagleHead
 
 
@@ -57,9 +58,9 @@ class UnrolledAttend:
         self._keys.append(keys.repeat_interleave(repeats, 1))  # [B, H, L, D]
         self._values.append(values.repeat_interleave(repeats, 1))
         allowed = self._allowed(queries.shape[2], q.device)
-        out = F.scaled_dot_product_attention(
-            queries, torch.cat(self._keys, 2), torch.cat(self._values, 2), allowed, scale=self._scale
-        )
+        all_keys, all_values = torch.cat(self._keys, 2), torch.cat(self._values, 2)
+        with unplanned():
+            out = F.scaled_dot_product_attention(queries, all_keys, all_values, allowed, scale=self._scale)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, length: int, device: torch.device) -> Tensor:

@@ -11,14 +11,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import Decoder
+from triblade.ops.attention import unplanned
 from triblade.ops.backend import AttentionMask
 
-# One query a sequence over keys that grow with every step: cuDNN would plan anew for every length.
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LOOK_EVERY = 32  # steps between looks at who is finished
 KEEP_ABOVE = 0.7  # share of live sequences under which the finished ones are thrown out
 _LEAST_NOISE = 1e-20
@@ -63,7 +61,7 @@ class BatchWriter:
         for begin in range(0, len(prompts), self.at_once):
             part = slice(begin, begin + self.at_once)
             generator = torch.Generator(self._decoder.device).manual_seed(seed + begin)
-            with sdpa_kernel(_KERNELS):
+            with unplanned():
                 written += self._write(prompts[part], max_tokens, temperatures[part], generator)
         return written
 
