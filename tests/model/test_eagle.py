@@ -42,7 +42,9 @@ def head(model: OpenModel) -> EagleHead:
 
 @pytest.fixture
 def folder(model: OpenModel, tmp_path: Path) -> Path:
-    save_eagle(tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW, "inner_layers": [0]})
+    save_eagle(
+        tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW, "inner_layers": [0]}
+    )
     return tmp_path / "head"
 
 

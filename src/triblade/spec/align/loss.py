@@ -22,7 +22,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * outer.to(gradient.dtype), None
 
