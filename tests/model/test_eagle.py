@@ -168,6 +168,17 @@ def test_a_head_comes_back_from_its_file(model: OpenModel, folder: Path) -> None
     assert read.config.num_layers == 1
 
 
+def test_a_head_of_version_1_reads_no_inner_layers(model: OpenModel, tmp_path: Path) -> None:
+    written = random_weights(model, bits=4, num_inner=0)
+    save_eagle(tmp_path, target_facts(model), written, {"window": WINDOW})
+    _edit(tmp_path / "config.json", version=1)
+    _without(tmp_path / "model.safetensors", "inner_norms")
+    read = load_eagle(tmp_path, model)
+    assert read.inner_layers == ()
+    assert read.weights.inner_norms.shape == (0, model.config.hidden_size)
+    assert torch.equal(read.weights.fc.codes, written.fc.codes)
+
+
 def test_another_checkpoint_of_the_same_model_is_allowed_and_said(
     model: OpenModel, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,6 +230,9 @@ def _with(path: Path, name: str, value: Tensor) -> None:
         (lambda f: _edit(f / "config.json", version=9), UnsupportedError, "version 9"),
         (lambda f: _edit(f / "config.json", bits=3), CheckpointError, "incomplete"),
         (lambda f: _edit(f / "config.json", draft_vocab_size=39), CheckpointError, "token_ids"),
+        (lambda f: _edit(f / "config.json", inner_layers=0), CheckpointError, "inner_layers is no ascending list"),
+        (lambda f: _edit(f / "config.json", inner_layers=[99]), CheckpointError, "inner_layers is no ascending list"),
+        (lambda f: _without(f / "model.safetensors", "inner_norms"), CheckpointError, "inner_norms has shape"),
         (lambda f: _without(f / "model.safetensors", "fc.scales"), CheckpointError, "fc.scales"),
         (lambda f: _with(f / "model.safetensors", "input_norm", torch.ones(3)), CheckpointError, "input_norm"),
         (lambda f: _with(f / "model.safetensors", "down.scales", torch.ones(64, 5)), CheckpointError, "down has"),

@@ -133,12 +133,9 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
-    return EagleCheckpoint(
-        config=config,
-        weights=_weights(path, facts, config, tensors),
-        inner_layers=_inner_layers(path, facts, target.config),
-        facts=facts,
-    )
+    inner_layers = _inner_layers(path, facts, target.config)
+    weights = _weights(path, facts, config, tensors, len(inner_layers))
+    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts)
 
 
 def fits(path: Path, target: OpenModel) -> bool:
@@ -193,9 +190,8 @@ def _inner_layers(path: Path, facts: Mapping[str, Any], target: ModelConfig) -> 
 
 
 def _weights(
-    path: Path, facts: Mapping[str, Any], config: ModelConfig, tensors: Mapping[str, Tensor]
+    path: Path, facts: Mapping[str, Any], config: ModelConfig, tensors: Mapping[str, Tensor], num_inner: int
 ) -> EagleWeights[QuantizedMatrix]:
-    num_inner = len(facts.get("inner_layers", []))
     shapes = matrix_shapes(config, facts["draft_vocab_size"], num_inner)
     tensors = {INNER_NORMS: torch.empty(0, config.hidden_size), **tensors}
     wanted = {*NORMS, INNER_NORMS, "token_ids", *(f"{name}.{part}" for name in shapes for part in ("codes", "scales"))}
