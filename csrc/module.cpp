@@ -104,7 +104,9 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "isa"_a, "team"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a, "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
-      .def("fuse", &Program::fuse)
+      .def("fuse", [](Program& p, const Matrix& matrix, uintptr_t norms, int inner, float eps) { p.fuse(matrix, address<float>(norms), inner, eps); })
+      .def("end_layer", &Program::end_layer)
+      .def("keep", &Program::keep)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)
       .def("attention",

@@ -133,7 +133,8 @@ class NativeEagle(NativeProgram):
     def _record(self, embedding: PackedMatrix) -> None:
         config, weights, program = self._config, self._weights, self._program
         program.embed(self._matrix(embedding), config.embedding_scale)
-        program.fuse(self._matrix(weights.fc))
+        norms = weights.inner_norms
+        program.fuse(self._matrix(weights.fc), self._keep(norms), len(norms), config.rms_norm_eps)
         self._record_layer(0, weights.layer, self._rope_tables()[0])
         program.head(self._keep(weights.final_norm), config.rms_norm_eps, self._matrix(weights.head), 0.0)
 
@@ -174,6 +175,8 @@ class EaglePlan:
                 f"backend {executor.name} shows nobody its hidden states, which drafter eagle reads",
                 hint="use --drafter suffix, or --backend reference",
             )
+        if self.checkpoint.inner_layers:
+            executor.keep_layers(self.checkpoint.inner_layers)
         head: TorchEagle | NativeEagle
         if isinstance(executor, NativeExecutor):
             options = NativeOptions(
@@ -190,7 +193,7 @@ class EaglePlan:
         limits = HeadLimits(
             max_tokens=self.config.max_num_batched_tokens,
             window=model.layers[0].window or target.context_length,
-            hidden_size=model.hidden_size,
+            state_size=(1 + len(self.checkpoint.inner_layers)) * model.hidden_size,
             context_length=target.context_length,
         )
         return EagleDrafter(head, executor.states, self.config.block_size, limits)

@@ -25,7 +25,7 @@ class GuessRun:
     """Committed tokens of one request from position `start` on, then `length` guesses.
 
     Attributes:
-        states: float32 [T, C]; row i belongs to the token before token i of the run.
+        states: float32 [T, F * C]; row i belongs to the token before token i of the run.
     """
 
     request: DraftState
@@ -54,13 +54,13 @@ class HeadLimits:
     Attributes:
         max_tokens: most tokens in one call.
         window: tokens that its attention sees.
-        hidden_size: C.
+        state_size: F * C.
         context_length: positions it takes.
     """
 
     max_tokens: int
     window: int
-    hidden_size: int
+    state_size: int
     context_length: int
 
 
@@ -69,10 +69,10 @@ class _Memory:
 
     def __init__(self, start: int) -> None:
         self.start = self.stop = start
-        self._parts = deque[Tensor]()  # [N, C] each
+        self._parts = deque[Tensor]()  # [N, F * C] each
 
     def add(self, rows: Tensor, window: int) -> None:
-        """Append rows [N, C]; the oldest go while `window` newer ones are there."""
+        """Append rows [N, F * C]; the oldest go while `window` newer ones are there."""
         self._parts.append(rows)
         self.stop += len(rows)
         while self.stop - self.start - len(self._parts[0]) >= window:
@@ -86,9 +86,9 @@ class _Memory:
             self._parts[0] = self._parts[0][stop - self.start :]
         self.start = max(self.start, stop)
 
-    def rows(self, start: int, stop: int, hidden_size: int) -> Tensor:
-        """States before tokens [start, stop), zero where they are not known: [N, C]."""
-        found = torch.zeros(stop - start, hidden_size)
+    def rows(self, start: int, stop: int, state_size: int) -> Tensor:
+        """States before tokens [start, stop), zero where they are not known: [N, F * C]."""
+        found = torch.zeros(stop - start, state_size)
         at = self.start
         for part in self._parts:
             first, last = max(at, start), min(at + len(part), stop)
@@ -103,7 +103,7 @@ class EagleDrafter:
 
     Args:
         head: computes.
-        states: the target's final-norm hidden states float32 [R, C] of rows of its last step.
+        states: the target's states float32 [R, F * C] of rows of its last step.
         block_size: tokens per block.
         limits: see there.
     """
@@ -160,7 +160,7 @@ class EagleDrafter:
         stop = item.stop + 1 if length > 0 else item.stop
         start = self._blocks.advance(request, item.stop)
         start = max(start, min(memory.start, stop - limits.window))
-        states = memory.rows(start, max(start, stop), limits.hidden_size)
+        states = memory.rows(start, max(start, stop), limits.state_size)
         memory.drop(stop)
         return GuessRun(request, start, request.token_ids[start:stop], states, length) if start < stop else None
 
