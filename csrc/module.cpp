@@ -8,11 +8,13 @@
 #include <malloc.h>
 #endif
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "kernel_bindings.h"
 #include "program.h"
+#include "state_memory.h"
 #include "suffix_bindings.h"
 
 namespace nb = nanobind;
@@ -93,6 +95,18 @@ NB_MODULE(_native, m) {
            nb::kw_only(), "threads"_a, "spin_us"_a, "cores"_a)
       .def_prop_ro("size", &Team::size);
 
+  nb::class_<StateMemory>(m, "StateMemory")
+      .def(nb::init<int, int64_t>(), nb::kw_only(), "width"_a, "window"_a)
+      .def("extend", [](StateMemory& self, int64_t request, int64_t start, int64_t count, uintptr_t states) {
+        std::copy_n(address<float>(states), count * self.width(), self.extend(request, start, count));
+      }, "request"_a, "start"_a, "count"_a, "states"_a)
+      .def("first", &StateMemory::first, "request"_a)
+      .def("take", [](StateMemory& self, int64_t request, int64_t start, int64_t count, uintptr_t out) {
+        self.take(request, start, count, reinterpret_cast<float*>(out));
+      }, "request"_a, "start"_a, "count"_a, "out"_a)
+      .def("forget", &StateMemory::forget, "request"_a)
+      .def_prop_ro("num_requests", &StateMemory::num_requests);
+
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa, std::shared_ptr<Team> team, int max_tokens, int max_rows, int hidden, int intermediate,
@@ -131,21 +145,23 @@ NB_MODULE(_native, m) {
              p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
            },
            "rows"_a, "count"_a, "out"_a, "best"_a)
-      .def("states",
-           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
-             nb::gil_scoped_release release;
-             p.states(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
-           },
-           "rows"_a, "count"_a, "out"_a)
       .def("draft",
-           [](Program& p, uintptr_t ids, uintptr_t states, int sequences, uintptr_t first_row, uintptr_t length, uintptr_t tables,
-              uintptr_t lengths, uintptr_t tokens, int width, uintptr_t out) {
+           [](Program& p, uintptr_t ids, StateMemory& memory, uintptr_t requests, int sequences, uintptr_t first_row, uintptr_t length,
+              uintptr_t tables, uintptr_t lengths, uintptr_t tokens, int width, uintptr_t out) {
              const Sequences view{sequences, address<int32_t>(first_row), address<int32_t>(length), address<const int32_t*>(tables)};
              nb::gil_scoped_release release;
-             p.draft(address<int32_t>(ids), address<float>(states), view, address<int32_t>(lengths), address<int32_t>(tokens), width,
-                     reinterpret_cast<int32_t*>(out));
+             p.draft(address<int32_t>(ids), memory, address<int64_t>(requests), view, address<int32_t>(lengths), address<int32_t>(tokens),
+                     width, reinterpret_cast<int32_t*>(out));
            },
-           "ids"_a, "states"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a, "lengths"_a, "tokens"_a, "width"_a, "out"_a)
+           "ids"_a, "memory"_a, "requests"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a, "lengths"_a, "tokens"_a, "width"_a,
+           "out"_a)
+      .def("remember",
+           [](Program& p, StateMemory& memory, int count, uintptr_t requests, uintptr_t first_rows, uintptr_t starts, uintptr_t stops,
+              uintptr_t firsts) {
+             p.remember(memory, count, address<int64_t>(requests), address<int64_t>(first_rows), address<int64_t>(starts),
+                        address<int64_t>(stops), reinterpret_cast<int64_t*>(firsts));
+           },
+           "memory"_a, "count"_a, "requests"_a, "first_rows"_a, "starts"_a, "stops"_a, "firsts"_a)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -211,11 +212,27 @@ void Program::states(const int32_t* rows, int count, float* out) {
   for (int r = 0; r < count; r++) kernels_.norm_add(x_ + rows[r] * hidden, norm_weight_, norm_eps_, shape_.hidden, {0, 1}, out + r * hidden);
 }
 
-void Program::draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens,
-                    int width, int32_t* out) {
+void Program::remember(StateMemory& memory, int count, const int64_t* requests, const int64_t* first_rows, const int64_t* starts,
+                       const int64_t* stops, int64_t* firsts) {
+  for (int s = 0; s < count; s++) {
+    const int size = static_cast<int>(stops[s] - starts[s]);
+    std::vector<int32_t>& rows = own_rows_;
+    rows.resize(size);
+    std::iota(rows.begin(), rows.end(), static_cast<int32_t>(first_rows[s]));
+    states(rows.data(), size, memory.extend(requests[s], starts[s], size));
+    firsts[s] = memory.first(requests[s]);
+  }
+}
+
+void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
+                    const int32_t* tokens, int width, int32_t* out) {
   std::vector<int32_t> rows, next, first_row, length(sequences.length, sequences.length + sequences.count), best(sequences.count);
-  for (int s = 0; s < sequences.count; s++) rows.push_back(sequences.first_row[s + 1] - 1);
-  before_ = states;
+  for (int s = 0; s < sequences.count; s++) {
+    const int first = sequences.first_row[s], end = sequences.first_row[s + 1];
+    memory.take(requests[s], sequences.length[s] - (end - first) - 1, end - first, own_states_ + int64_t{first} * shape_.hidden);
+    rows.push_back(end - 1);
+  }
+  before_ = own_states_;
   run(ids, sequences);
   for (int guess = 0;; guess++) {
     int count = 0;

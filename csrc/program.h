@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "state_memory.h"
 #include "team.h"
 
 namespace triblade {
@@ -70,11 +71,16 @@ class Program {
   // States [R, hidden] of rows of the last run, normed as the head sees them.
   void states(const int32_t* rows, int count, float* out);
 
-  // A head that guesses from states: run the sequences' tokens, of which states [T, hidden] belong to the tokens before them; then
+  // Keep states of the last run: sequence s computed tokens [starts[s], stops[s]) in rows from first_rows[s] on. `firsts` is what the
+  // memory knows of each afterwards.
+  void remember(StateMemory& memory, int count, const int64_t* requests, const int64_t* first_rows, const int64_t* starts,
+                const int64_t* stops, int64_t* firsts);
+
+  // A head that guesses from states: run the sequences' tokens, taking the states of the tokens before them out of the memory; then
   // sequence s guesses lengths[s] tokens (descending over s), each from its own state and the token it guessed before. Guesses are
   // `tokens` [rows of the head] of the best rows: out [S, width], -1 from where a state is not finite. Blocks for their keys exist.
-  void draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens, int width,
-             int32_t* out);
+  void draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
+             const int32_t* tokens, int width, int32_t* out);
 
   int64_t buffer_bytes() const { return arena_->size(); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
@@ -117,6 +123,8 @@ class Program {
   bool is_split_ = false;  // pieces of a sequence are items of their own
   std::unique_ptr<std::atomic<int>[]> next_item_;  // per layer
   int layers_ = 0;
+
+  std::vector<int32_t> own_rows_;  // of `remember`
 
   const int32_t* rows_ = nullptr;
   int row_count_ = 0;

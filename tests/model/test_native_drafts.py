@@ -71,6 +71,10 @@ def test_a_head_changes_nothing(target: Path, head: Path, changes: dict[str, Any
     assert tokens(target, drafter="eagle", draft_model=str(head), **changes)[0] == tokens(target, **changes)[0]
 
 
+def no_states(rows: Any) -> torch.Tensor:
+    raise AssertionError("this head is given its states")
+
+
 def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
     """But for near ties, since native inputs are rounded to 8 bits; runs of several lengths, some without guesses, in one call."""
     settings: dict[str, Any] = {"device": "cpu", "backend": "native", "num_kv_blocks": 64, "threads": 2}
@@ -84,7 +88,7 @@ def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
     decoder = model.load(64, ReferenceBackend(), torch.device("cpu"))
     dense = load_eagle(head, model).head(decoder.weights.embedding, decoder.backend, 64)
     layout = replace(llm.engine.runner.executor.cache.layout, codec="float32", arrangement="tokens")
-    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft())
+    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft(), no_states)
     generator = torch.Generator().manual_seed(4)
     equal = total = 0
     for _ in range(20):
@@ -95,7 +99,9 @@ def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
             ids = torch.randint(0, model.config.vocab_size, (size,), generator=generator).tolist()
             request = llm.engine.prepare(ids, PARAMS)[0]
             request.block_table.extend(range(number * 4, number * 4 + 4))
-            runs.append(GuessRun(request, 0, ids, states, (3, 0, 5)[number]))
+            runs.append(GuessRun(request, 0, ids, (3, 0, 5)[number]))
+            reference.memory.extend(request.number, -1, states)
+            native.memory.extend(request.number, -1, size, states.data_ptr())
         for ours, theirs, run in zip(native.guess(runs), reference.guess(runs), runs, strict=True):
             assert len(ours) == len(theirs) == run.length
             equal += ours[:1] == theirs[:1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,9 +28,11 @@ from triblade.kv.cache import KVCache
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel
 from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_quantized
+from triblade.spec.drafter import DraftItem
 from triblade.spec.eagle import EagleHead
 from triblade.spec.eagle_drafter import EagleDrafter, GuessRun, HeadLimits
 from triblade.spec.eagle_files import EagleCheckpoint, fits, load_eagle
+from triblade.spec.state_memory import StateMemory
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +43,41 @@ class TorchEagle:
     Args:
         head: with the target's backend and device.
         cache: the drafter's layers.
+        states: the target's states float32 [R, D] of rows of its last step.
     """
 
-    def __init__(self, head: EagleHead, cache: KVCache) -> None:
+    def __init__(self, head: EagleHead, cache: KVCache, states: Callable[[Sequence[int]], Tensor]) -> None:
+        config = head.config
         self._head = head
         self._cache = cache
+        self._states = states
+        self.memory = StateMemory(config.hidden_size, config.layers[0].window or config.context_length)
+
+    @property
+    def num_requests(self) -> int:
+        """See `GuessingHead`."""
+        return self.memory.num_requests
+
+    def remember(self, items: Sequence[DraftItem]) -> list[int]:
+        """See `GuessingHead`."""
+        sizes = [item.stop - item.start for item in items]
+        spans = [range(item.first_row, item.first_row + size) for item, size in zip(items, sizes, strict=True)]
+        rows = self._states([row for span in spans for row in span])  # [R, D]
+        for item, part in zip(items, rows.split(sizes), strict=True):
+            self.memory.extend(item.request.number, item.start, part)
+        return [self.memory.first(item.request.number) for item in items]
+
+    def forget(self, request: int) -> None:
+        """See `GuessingHead`."""
+        self.memory.forget(request)
 
     @torch.inference_mode()
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
         order = sorted(range(len(runs)), key=lambda n: runs[n].num_tokens)  # equal lengths stand together
         found: list[list[int]] = [[] for _ in runs]
-        states = torch.cat([runs[n].states for n in order])
+        taken = [self.memory.take(r.request.number, r.start - 1, r.num_tokens) for r in runs]
+        states = torch.cat([taken[n] for n in order])  # [T, D]
         current = self._forward([runs[n] for n in order], states)
         ends = torch.tensor([runs[n].num_tokens for n in order]).cumsum(0) - 1
         current = current[ends.to(current.device)]  # [S, C]
@@ -96,6 +121,10 @@ class NativeEagle(NativeProgram):
         super().__init__(checkpoint.config, target.cache.draft(), target.context_length, options)
         self._weights = checkpoint.weights.mapped(_packed)
         self._weights = replace(self._weights, layer=replace(self._weights.layer, gate_up=_interleaved(checkpoint)))
+        self._target = target.executor.program
+        config = checkpoint.config
+        window = config.layers[0].window or target.context_length
+        self.memory = self._native.StateMemory(width=config.hidden_size, window=window)
         self._token_ids = checkpoint.weights.token_ids.to(torch.int32).contiguous()
         matrices = self._weights.matrices()
         self._open([target.executor.embedding, *matrices.values()], target.team)
@@ -106,29 +135,51 @@ class NativeEagle(NativeProgram):
         """Memory of the head's own matrices."""
         return sum(matrix.nbytes for matrix in self._weights.matrices().values())
 
+    @property
+    def num_requests(self) -> int:
+        """See `GuessingHead`."""
+        number: int = self.memory.num_requests
+        return number
+
+    def remember(self, items: Sequence[DraftItem]) -> array[int]:
+        """See `GuessingHead`; the states go from one program to the other and never through Python."""
+        count = len(items)
+        columns = array("q", [item.request.number for item in items])
+        columns.extend(item.first_row for item in items)
+        columns.extend(item.start for item in items)
+        columns.extend(item.stop for item in items)
+        firsts = array("q", bytes(8 * count))
+        starts = [start_of(columns) + 8 * count * column for column in range(4)]
+        self._target.remember(self.memory, count, *starts, start_of(firsts))
+        return firsts
+
+    def forget(self, request: int) -> None:
+        """See `GuessingHead`."""
+        self.memory.forget(request)
+
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
-        order = sorted(range(len(runs)), key=lambda n: -runs[n].length)
-        items = [runs[n] for n in order]
-        flat = FlatSteps.of(items)
-        states = torch.cat([run.states for run in items]).float()
-        lengths = array("i", [max(0, run.length) for run in items])
+        order = sorted(runs, key=lambda run: -run.length)
+        flat = FlatSteps.of(order)
+        requests = array("q", [run.request.number for run in order])
+        lengths = array("i", [max(0, run.length) for run in order])
         width = max(1, lengths[0])
-        out = array("i", bytes(4 * width * len(items)))
+        out = array("i", bytes(4 * width * len(order)))
         self._program.draft(
             start_of(flat.token_ids),
-            states.data_ptr(),
+            self.memory,
+            start_of(requests),
             *flat.sequences(),
             start_of(lengths),
             self._token_ids.data_ptr(),
             width,
             start_of(out),
         )
-        found: list[list[int]] = [[] for _ in runs]
-        for place, n in enumerate(order):
-            tokens = out[place * width : place * width + lengths[place]].tolist()
-            found[n] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
-        return found
+        found: dict[int, list[int]] = {}
+        for place, (run, length) in enumerate(zip(order, lengths, strict=True)):
+            tokens = out[place * width : place * width + length].tolist()
+            found[id(run)] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        return [found[id(run)] for run in runs]
 
     def _record(self, embedding: PackedMatrix) -> None:
         config, weights, program = self._config, self._weights, self._program
@@ -186,14 +237,13 @@ class EaglePlan:
         else:
             decoder = executor.decoder
             dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
-            head = TorchEagle(dense, target.cache.draft())
+            head = TorchEagle(dense, target.cache.draft(), executor.states)
         limits = HeadLimits(
             max_tokens=self.config.max_num_batched_tokens,
             window=model.layers[0].window or target.context_length,
-            hidden_size=model.hidden_size,
             context_length=target.context_length,
         )
-        return EagleDrafter(head, executor.states, self.config.block_size, limits)
+        return EagleDrafter(head, self.config.block_size, limits)
 
 
 def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> EaglePlan:

@@ -64,6 +64,11 @@ class NativeExecutor(NativeProgram):
         return self._weights.embedding
 
     @property
+    def program(self) -> Any:
+        """The recorded program, whose states of the last step a head reads in place."""
+        return self._program
+
+    @property
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return len(self._logits)
@@ -79,12 +84,6 @@ class NativeExecutor(NativeProgram):
         out = self._logits.data_ptr() if with_logits else 0
         self._program.score(start_of(index), len(index), out, start_of(best))
         return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
-
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
-        index, found = array("i", rows), torch.empty(len(rows), self._config.hidden_size)
-        self._program.states(start_of(index), len(index), found.data_ptr())
-        return found
 
     def _record(self) -> None:
         config, weights, program = self._config, self._weights, self._program
