@@ -212,16 +212,11 @@ void Program::states(const int32_t* rows, int count, float* out) {
   for (int r = 0; r < count; r++) kernels_.norm_add(x_ + rows[r] * hidden, norm_weight_, norm_eps_, shape_.hidden, {0, 1}, out + r * hidden);
 }
 
-void Program::remember(StateMemory& memory, int count, const int64_t* requests, const int64_t* first_rows, const int64_t* starts,
-                       const int64_t* stops, int64_t* firsts) {
-  for (int s = 0; s < count; s++) {
-    const int size = static_cast<int>(stops[s] - starts[s]);
-    std::vector<int32_t>& rows = own_rows_;
-    rows.resize(size);
-    std::iota(rows.begin(), rows.end(), static_cast<int32_t>(first_rows[s]));
-    states(rows.data(), size, memory.extend(requests[s], starts[s], size));
-    firsts[s] = memory.first(requests[s]);
-  }
+void Program::remember(StateMemory& memory, const Computed& computed) {
+  own_rows_.resize(computed.stop - computed.start);
+  std::iota(own_rows_.begin(), own_rows_.end(), static_cast<int32_t>(computed.first_row));
+  const int count = static_cast<int>(own_rows_.size());
+  states(own_rows_.data(), count, memory.extend(computed.request, computed.start, count));
 }
 
 void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,

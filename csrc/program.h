@@ -71,10 +71,11 @@ class Program {
   // States [R, hidden] of rows of the last run, normed as the head sees them.
   void states(const int32_t* rows, int count, float* out);
 
-  // Keep states of the last run: sequence s computed tokens [starts[s], stops[s]) in rows from first_rows[s] on. `firsts` is what the
-  // memory knows of each afterwards.
-  void remember(StateMemory& memory, int count, const int64_t* requests, const int64_t* first_rows, const int64_t* starts,
-                const int64_t* stops, int64_t* firsts);
+  // Keep the states of the last run that stand in rows from first_row on, of tokens [start, stop) of a request.
+  struct Computed {
+    int64_t request, first_row, start, stop;
+  };
+  void remember(StateMemory& memory, const Computed& computed);
 
   // A head that guesses from states: run the sequences' tokens, taking the states of the tokens before them out of the memory; then
   // sequence s guesses lengths[s] tokens (descending over s), each from its own state and the token it guessed before. Guesses are

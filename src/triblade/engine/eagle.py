@@ -7,7 +7,6 @@ head must compute is `spec.eagle_drafter`'s business.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from triblade.engine.batch import Batch
 from triblade.engine.drafters import TargetParts, kv_layers
 from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeExecutor
-from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, start_of
+from triblade.engine.native_program import NativeOptions, NativeProgram, start_of
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import LayerGroup
@@ -141,16 +140,10 @@ class NativeEagle(NativeProgram):
         number: int = self.memory.num_requests
         return number
 
-    def remember(self, items: Sequence[DraftItem]) -> array[int]:
+    def remember(self, items: Sequence[DraftItem]) -> list[int]:
         """See `GuessingHead`; the states go from one program to the other and never through Python."""
-        count = len(items)
-        columns = array("q", [item.request.number for item in items])
-        columns.extend(item.first_row for item in items)
-        columns.extend(item.start for item in items)
-        columns.extend(item.stop for item in items)
-        firsts = array("q", bytes(8 * count))
-        starts = [start_of(columns) + 8 * count * column for column in range(4)]
-        self._target.remember(self.memory, count, *starts, start_of(firsts))
+        computed = [(item.request.number, item.first_row, item.start, item.stop) for item in items]
+        firsts: list[int] = self._target.remember(self.memory, computed)
         return firsts
 
     def forget(self, request: int) -> None:
@@ -159,27 +152,21 @@ class NativeEagle(NativeProgram):
 
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
-        order = sorted(runs, key=lambda run: -run.length)
-        flat = FlatSteps.of(order)
-        requests = array("q", [run.request.number for run in order])
-        lengths = array("i", [max(0, run.length) for run in order])
-        width = max(1, lengths[0])
-        out = array("i", bytes(4 * width * len(order)))
-        self._program.draft(
-            start_of(flat.token_ids),
+        order = sorted(range(len(runs)), key=lambda n: -runs[n].length) if len(runs) > 1 else [0]
+        ordered = [runs[n] for n in order]
+        guesses = self._program.draft(
             self.memory,
-            start_of(requests),
-            *flat.sequences(),
-            start_of(lengths),
+            [run.request.number for run in ordered],
+            [run.token_ids for run in ordered],
+            [run.start for run in ordered],
+            [start_of(run.request.block_table) for run in ordered],
+            [max(0, run.length) for run in ordered],
             self._token_ids.data_ptr(),
-            width,
-            start_of(out),
         )
-        found: dict[int, list[int]] = {}
-        for place, (run, length) in enumerate(zip(order, lengths, strict=True)):
-            tokens = out[place * width : place * width + length].tolist()
-            found[id(run)] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
-        return [found[id(run)] for run in runs]
+        found: list[list[int]] = [[]] * len(runs)
+        for n, tokens in zip(order, guesses, strict=True):
+            found[n] = tokens
+        return found
 
     def _record(self, embedding: PackedMatrix) -> None:
         config, weights, program = self._config, self._weights, self._program

@@ -131,6 +131,9 @@ class EagleDrafter:
 
     def _parts(self, runs: list[GuessRun]) -> Iterator[list[GuessRun]]:
         """Runs in parts of at most `max_tokens` tokens; longer ones are cut, their leading pieces with length -1."""
+        if sum(run.num_tokens for run in runs) <= self._limits.max_tokens:
+            yield from [runs] if runs else []
+            return
         part, room = list[GuessRun](), self._limits.max_tokens
         for run in runs:
             for piece in _cut(run, self._limits.max_tokens):
