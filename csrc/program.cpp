@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -84,8 +85,9 @@ void Program::embed(const Matrix& table, float scale) {
 
 void Program::fuse(const Matrix& matrix, const float* norms, int inner, float eps) {
   const int64_t hidden = shape_.hidden, width = (2 + inner) * hidden;
-  fused_ = std::make_unique<Arena>(shape_.max_tokens * width * static_cast<int64_t>(sizeof(float)));
+  fused_ = std::make_unique<Arena>(shape_.max_tokens * (width + (1 + inner) * hidden) * static_cast<int64_t>(sizeof(float)));
   float* fused = reinterpret_cast<float*>(fused_->data());
+  given_ = fused + shape_.max_tokens * width;
   calls_.push_back([=, this](int member) {
     const Share mine = tokens(member);
     const int known = before_is_own_ ? 0 : inner;
@@ -241,11 +243,22 @@ void Program::states(const int32_t* rows, int count, float* out) {
   }
 }
 
-void Program::draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens,
-                    int width, int32_t* out) {
+void Program::remember(StateMemory& memory, const Computed& computed) {
+  own_rows_.resize(computed.stop - computed.start);
+  std::iota(own_rows_.begin(), own_rows_.end(), static_cast<int32_t>(computed.first_row));
+  const int count = static_cast<int>(own_rows_.size());
+  states(own_rows_.data(), count, memory.extend(computed.request, computed.start, count));
+}
+
+void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
+                    const int32_t* tokens, int width, int32_t* out) {
   std::vector<int32_t> rows, next, first_row, length(sequences.length, sequences.length + sequences.count), best(sequences.count);
-  for (int s = 0; s < sequences.count; s++) rows.push_back(sequences.first_row[s + 1] - 1);
-  before_ = states;
+  for (int s = 0; s < sequences.count; s++) {
+    const int first = sequences.first_row[s], end = sequences.first_row[s + 1];
+    memory.take(requests[s], sequences.length[s] - (end - first) - 1, end - first, given_ + int64_t{first} * memory.width());
+    rows.push_back(end - 1);
+  }
+  before_ = given_;
   before_is_own_ = false;
   run(ids, sequences);
   for (int guess = 0;; guess++) {

@@ -15,6 +15,7 @@ from triblade.config import EngineConfig
 from triblade.engine.eagle import NativeEagle, TorchEagle
 from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeExecutor
+from triblade.engine.native_program import native_module
 from triblade.errors import UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.llm import LLM
@@ -75,21 +76,35 @@ def test_a_head_changes_nothing(target: Path, head: Path, changes: dict[str, Any
     assert tokens(target, drafter="eagle", draft_model=str(head), **changes)[0] == tokens(target, **changes)[0]
 
 
+def remembered(executor: Any, count: int, width: int) -> torch.Tensor:
+    """States [count, width] of the last step, of tokens 0 to `count` of one request."""
+    native = native_module()
+    assert native is not None
+    memory = native.StateMemory(width=width, window=count)
+    assert executor.program.remember(memory, [(1, 0, 0, count)]) == [0]
+    found = torch.empty(count, width)
+    memory.take(1, 0, count, found.data_ptr())
+    return found
+
+
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_executors_show_the_states_of_inner_layers(target: Path, backend: str) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "bfloat16", "num_kv_blocks": 64, "threads": 2}
     config = EngineConfig(model=str(target), device="cpu", backend=backend, **settings)
     llm, ids = LLM(config), [5, 9, 2, 40, 7]
-    executor = llm.engine.runner.executor
-    assert isinstance(executor, (NativeExecutor, TorchExecutor))
+    executor: Any = llm.engine.runner.executor
+    assert isinstance(executor, NativeExecutor if backend == "native" else TorchExecutor)
     executor.keep_layers([0, 1])
     llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
     decoder = open_model(config).load(64, ReferenceBackend(), torch.device("cpu"))
     wanted = target_hidden(decoder, torch.tensor([ids]), (0, 1))[0]
-    rows = [4, 0, 3]
-    found = executor.states(rows)
-    assert found.shape == wanted[rows].shape
-    assert (found - wanted[rows]).norm() < 0.02 * wanted[rows].norm()  # of keys and values in bfloat16
+    found = remembered(executor, *wanted.shape) if backend == "native" else executor.states(range(len(ids)))
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() < 0.02 * wanted.norm()  # of keys and values in bfloat16
+
+
+def no_states(rows: Any) -> torch.Tensor:
+    raise AssertionError("this head is given its states")
 
 
 def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
@@ -107,7 +122,7 @@ def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
     width = model.config.hidden_size * (1 + len(checkpoint.inner_layers))
     dense = checkpoint.head(decoder.weights.embedding, decoder.backend, 64)
     layout = replace(llm.engine.runner.executor.cache.layout, codec="float32", arrangement="tokens")
-    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft())
+    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft(), no_states)
     generator = torch.Generator().manual_seed(4)
     equal = total = 0
     for _ in range(20):
@@ -118,7 +133,9 @@ def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
             ids = torch.randint(0, model.config.vocab_size, (size,), generator=generator).tolist()
             request = llm.engine.prepare(ids, PARAMS)[0]
             request.block_table.extend(range(number * 4, number * 4 + 4))
-            runs.append(GuessRun(request, 0, ids, states, (3, 0, 5)[number]))
+            runs.append(GuessRun(request, 0, ids, (3, 0, 5)[number]))
+            reference.memory.extend(request.number, -1, states)
+            native.memory.extend(request.number, -1, size, states.data_ptr())
         for ours, theirs, run in zip(native.guess(runs), reference.guess(runs), runs, strict=True):
             assert len(ours) == len(theirs) == run.length
             equal += ours[:1] == theirs[:1]

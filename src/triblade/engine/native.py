@@ -48,7 +48,6 @@ class NativeExecutor(NativeProgram):
         super().__init__(config, cache, context_length, replace(options, vocab_size=self._vocab_size))
         self._native.advise_huge_pages(cache.pool.data_ptr(), cache.pool.nbytes)
         self._weights = _in_one_piece(weights, self._native)
-        self._state_size = config.hidden_size
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
         self._open(self._matrices(), team)
         self._record()
@@ -63,6 +62,11 @@ class NativeExecutor(NativeProgram):
     def embedding(self) -> PackedMatrix:
         """The table of the tokens, which a head shares."""
         return self._weights.embedding
+
+    @property
+    def program(self) -> Any:
+        """The recorded program, whose states of the last step a head reads in place."""
+        return self._program
 
     @property
     def max_rows(self) -> int | None:
@@ -82,15 +86,8 @@ class NativeExecutor(NativeProgram):
         return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
 
     def keep_layers(self, layers: Sequence[int]) -> None:
-        """From now on `states` has what these layers (not the last one) leave behind them, too; called once."""
+        """From now on what these layers (not the last one) leave behind them belongs to a token's states, too; called once."""
         self._program.keep(list(layers))
-        self._state_size = (1 + len(layers)) * self._config.hidden_size
-
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, F * C] float32 of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
-        index, found = array("i", rows), torch.empty(len(rows), self._state_size)
-        self._program.states(start_of(index), len(index), found.data_ptr())
-        return found
 
     def _record(self) -> None:
         config, weights, program = self._config, self._weights, self._program

@@ -63,6 +63,11 @@ class EagleWeights(Generic[M]):
             token_ids=token_ids,
         )
 
+    @property
+    def state_size(self) -> int:
+        """F * C: what the head reads of one token of the target."""
+        return (1 + len(self.inner_norms)) * len(self.final_norm)
+
     def matrices(self) -> dict[str, M]:
         """The matrices by name."""
         layer = self.layer
