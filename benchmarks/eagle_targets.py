@@ -4,9 +4,9 @@
     python benchmarks/eagle_targets.py --target int4=MODEL.gguf --target bf16=FOLDER --target int8=FOLDER:int8 [--head FOLDER]
         [--tokens 128] [--prompts 80] [--output FILE.json]
 
-A target is a model, or a model and what it is rounded to while loading. Each answers the questions of `prompts/chat.jsonl` greedily,
-sixteen at a time, and the head (without --head: the package's) drafts a fixed number of tokens for every step. Nothing is timed.
-Knows no head from inside: what is counted is what becomes of the engine's drafts.
+A target is a model, or a model and what it is rounded to while loading. Each answers the questions of `prompts/chat.jsonl`
+greedily, sixteen at a time, and the head (without --head: the package's) drafts four tokens for every step. Nothing is timed. Knows
+no head from inside: what is counted is what becomes of the engine's drafts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch
 from cpu import commit
 
 from triblade import __version__
-from triblade.config import EngineConfig
-from triblade.engine.build import build_engine
 from triblade.engine.engine import Engine
 from triblade.engine.probe import LENGTH, probe
+from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams
 
 CHAT = Path(__file__).parent / "prompts" / "chat.jsonl"
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=80, help="of the file, spread over it")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, _, stated in (target.partition("=") for target in args.target):
         model, _, quantization = stated.partition(":")
         rows[name] = guesses(engine(args, model, quantization or None), args)
@@ -61,16 +60,8 @@ def main() -> None:
 
 def engine(args: argparse.Namespace, model: str, quantization: str | None) -> Engine:
     """The target with the head."""
-    return build_engine(
-        EngineConfig(
-            model=model,
-            quantization=quantization,
-            drafter="eagle",
-            draft_model=args.head,
-            max_num_seqs=AT_ONCE,
-            max_model_len=2048,
-        )
-    )
+    options = {"quantization": quantization, "draft_model": args.head}
+    return LLM(model, drafter="eagle", max_num_seqs=AT_ONCE, max_model_len=2048, **options).engine
 
 
 def guesses(target: Engine, args: argparse.Namespace) -> dict[str, Any]:
