@@ -292,6 +292,9 @@ class ConvertConfig:
     max_size_mb: float | None = None
     """Size of the weights' file in MB (10^6 bytes): a budget as `average_bits` is, of which it takes the place."""
 
+    sensitivity: Path | None = None
+    """File for the estimated losses that a budget is spent by: read if it is there, else written; other budgets can use it again."""
+
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
 
@@ -339,6 +342,10 @@ class ConvertConfig:
             raise ConfigError("average_bits and max_size_mb are one budget; leave one of them out", param="max_size_mb")
         if budgets and (self.rules or self.quantization == "int8"):
             raise ConfigError(f"{budgets[0]} decides about every module; leave rules and int8 out", param=budgets[0])
+        if budgets and self.format != "compressed-tensors":
+            raise UnsupportedError(
+                f"{self.format} checkpoints have one scheme, a budget makes several", hint="--format compressed-tensors"
+            )
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
                 "few engines read GPTQ files with zero points of their own (version 2), so none are made",

@@ -33,6 +33,7 @@ from triblade.quant.checkpoint_writer import Export, Part, write_checkpoint
 from triblade.quant.companions import companion_files
 from triblade.quant.convert_report import ConvertReport, causes, report_page
 from triblade.quant.drift import Drift, drift
+from triblade.quant.loss_file import load_losses, save_losses
 from triblade.quant.measure import DequantizedSource, Measured, TokenActivations, measure
 from triblade.quant.passes import Recipe, recipe
 from triblade.quant.plan import Schemes, average_bits, uniform_plan
@@ -125,7 +126,7 @@ def _prepare(config: ConvertConfig) -> _Prepared:
         job = replace(job, spill=_state_folder(config.output))
     check_weights(job.source())
     if bits is not None:
-        job = replace(job, schemes=_spent(job, choices, bits))
+        job = replace(job, schemes=_spent(job, config, choices, bits, calibration))
     measured_on = _text_to_measure(config, model, calibration)
     return _Prepared(
         config=config,
@@ -148,11 +149,23 @@ def method_and_scheme(config: ConvertConfig) -> tuple[Recipe, QuantScheme]:
     return recipe(config.quantization), scheme
 
 
-def _spent(job: Job, choices: Sequence[QuantScheme], bits: float) -> list[Schemes]:
-    """The schemes that lose least within a budget, as estimated."""
-    if job.ids is None:
+def _spent(
+    job: Job, config: ConvertConfig, choices: Sequence[QuantScheme], bits: float, calibration: Calibration | None
+) -> list[Schemes]:
+    """The schemes that lose least within a budget, as estimated now or by an earlier run."""
+    if calibration is None:
         raise ConfigError("a budget of bits needs calibration text", hint="--calibration FILE", param="average_bits")
-    plan = spend(job.model.config, estimate_losses(job, choices), bits)
+    made_from = {
+        "model": job.model.checkpoint.fingerprint(),
+        "calibration": calibration.fingerprint(),
+        "dtype": str(job.model.dtype),
+    }
+    path = config.sensitivity or _state_folder(config.output) / "losses.json"
+    losses = load_losses(path, choices, made_from)
+    if losses is None:
+        losses = estimate_losses(job, choices)
+        save_losses(path, losses, made_from)
+    plan = spend(job.model.config, losses, bits)
     counts = Counter(str(scheme) for schemes in plan for scheme in schemes.values())
     log.info("%.3f bits per weight: %s", average_bits(job.model.config, plan), dict(counts))
     return plan

@@ -19,6 +19,9 @@ from triblade.quant.scheme import QuantScheme
 log = logging.getLogger(__name__)
 
 Schemes = Mapping[str, QuantScheme | None]  # of one layer, by field of LayerWeights; None stays dense
+Losses = Sequence[
+    Mapping[str, Mapping[QuantScheme, float]]
+]  # by layer, product and scheme: estimated loss, nats per token
 _SPEC = re.compile(r"(?P<bits>\d+)(g(?P<group>\d+)|(?P<row>row))?(?P<kind>sym|asym)?")
 
 

@@ -24,7 +24,7 @@ from triblade.models.weights import DenseReader
 from triblade.ops.backend import Backend, Linear
 from triblade.quant.gptq import conditional_variances
 from triblade.quant.layer import FIELDS, BatchAttend
-from triblade.quant.plan import Schemes, average_bits, elements, inputs_of
+from triblade.quant.plan import Losses, Schemes, average_bits, elements, inputs_of
 from triblade.quant.quantize import Job, decoder_without_layers
 from triblade.quant.ranges import search_grid
 from triblade.quant.rescale import balanced_scales
@@ -33,8 +33,6 @@ from triblade.quant.statistics import Accumulator
 
 SEQUENCES = 16  # of the calibration text
 GRADIENT_LENGTH = 256  # tokens of a sequence that gradients are taken on
-
-Losses = Sequence[Mapping[str, Mapping[QuantScheme, float]]]  # by layer, product and scheme: estimated loss
 
 
 @dataclass(slots=True)
@@ -214,12 +212,17 @@ def _cost(config: ModelConfig, name: str) -> Callable[[QuantScheme], float]:
 
 
 def candidates(config: ModelConfig, scheme: QuantScheme, bits: float) -> list[QuantScheme]:
-    """The schemes to choose from: 4 and 8 bits in the group size given and half of it, and 3 bits where the budget asks for it."""
+    """The schemes to choose from.
+
+    4 bits in the group size given and half of it, 8 bits with one scale per row, which lose so little that groups would only cost,
+    and 3 bits where the budget asks for them.
+    """
     widths = [inputs_of(config, name) for name in FIELDS]
     groups: list[int | None] = [scheme.group_size]
     if scheme.group_size is not None and scheme.group_size >= 64:
         groups.append(scheme.group_size // 2)
     allowed = [group for group in groups if group is None or all(width % group == 0 for width in widths)]
-    found = [replace(scheme, bits=b, group_size=group) for b in (3, 4, 8) for group in allowed]
+    found = [replace(scheme, bits=b, group_size=group) for b in (3, 4) for group in allowed]
     cheapest_of_four = min(s.bits_per_weight(max(widths)) for s in found if s.bits == 4)
-    return [s for s in found if s.bits != 3 or bits < cheapest_of_four]
+    precise = replace(scheme, bits=8, group_size=None, symmetric=True)
+    return [*(s for s in found if s.bits != 3 or bits < cheapest_of_four), precise]
