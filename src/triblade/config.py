@@ -293,7 +293,7 @@ class ConvertConfig:
     """Size of the weights' file in MB (10^6 bytes): a budget as `average_bits` is, of which it takes the place."""
 
     sensitivity: Path | None = None
-    """File for the estimated losses that a budget is spent by: read if it is there, else written; other budgets can use it again."""
+    """File for the estimated losses that a budget is spent by: read if it is there, else written. Other budgets can use it."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
