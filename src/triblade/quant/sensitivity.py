@@ -147,13 +147,10 @@ class _LayerProbe:
         statistics = accumulator.result()
         weight = getattr(self._layer, name).weight.float()
         self.losses[name] = {}
-        prepared: dict[tuple[int | None, bool], tuple[Tensor, Tensor]] = {}
+        # One search for all schemes: it is most of the work, and other groups would move the scales little.
+        scales = balanced_scales(weight, statistics, self._candidates[0])
+        scaled, costs = weight * scales, conditional_variances(statistics.divided(scales).hessian)
         for scheme in self._candidates:
-            kind = (scheme.group_size, scheme.symmetric)  # scales do not depend on the bits
-            if kind not in prepared:
-                scales = balanced_scales(weight, statistics, scheme)
-                prepared[kind] = weight * scales, conditional_variances(statistics.divided(scales).hessian)
-            scaled, costs = prepared[kind]
             grid = search_grid(scaled, costs, scheme, torch.float32)
             lost = (grid.values(grid.codes(scaled)) - scaled).square() @ costs  # [out]
             self.losses[name][scheme] = (self._gradients[name] @ lost).item() / 2
