@@ -26,6 +26,7 @@ DraftPolicyName = Literal["adaptive", "fixed"]
 DrafterName = Literal["suffix", "draft", "self", "eagle"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
+BiasMode = Literal["correct", "keep", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 GenerationConfigSource = Literal["auto", "none"]
 
@@ -266,7 +267,7 @@ class ConvertConfig:
     """No zero points: slightly worse, and what some kernels ask for."""
 
     activation_bits: int | None = None
-    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by smooth+gptq."""
+    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by awq+gptq."""
 
     calibration: str | None = None
     """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
@@ -285,6 +286,15 @@ class ConvertConfig:
 
     rules: tuple[str, ...] = ()
     """Schemes for some modules, PATTERN=SCHEME: `self_attn=8`, `re:layers\\.(0|29)\\.=8g64`, `o_proj=3sym`, `down=dense`."""
+
+    embeddings: str = "keep"
+    """Embedding table: keep, or a scheme as in `rules` (8row, 4g64); with a tied head it is the head's as well."""
+
+    lm_head: str = "keep"
+    """Head that is not tied: keep, or a scheme."""
+
+    bias: BiasMode = "correct"
+    """Biases: correct (for what rounding takes from the mean), keep, or int8 (corrected, then on 8-bit levels by importance)."""
 
     average_bits: float | None = None
     """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""

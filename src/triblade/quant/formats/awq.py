@@ -111,6 +111,7 @@ class AWQ(CheckpointFormat):
             "zero_point": True,
             "version": "gemm",
             "modules_to_not_convert": list(dense),
+            "lm_head": "lm_head" in schemes,
         }
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
