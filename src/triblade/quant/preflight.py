@@ -73,7 +73,7 @@ def check_shapes(
             reason = f"{layout} checkpoints hold linear layers only"
         if reason is not None:
             raise UnsupportedError(f"{name}: {reason}", hint="keep it, or use --format compressed-tensors")
-    layout_class.quantization_config(_by_module(config, plan) | tables, [])
+    layout_class.quantization_config({**_by_module(config, plan), **tables}, [])
 
 
 def _by_module(config: ModelConfig, plan: Sequence[Schemes]) -> dict[str, QuantScheme]:
