@@ -278,14 +278,21 @@ void Program::plan_attention() {
   // heads at a time fit better.
   const bool heads_together = tiles * (is_split_ ? pieces_ : 1) >= enough;
   items_.clear();
+  auto push_item = [&](AttentionItem item) {
+    item.query_end = std::min(item.query_end, queries_of(item.sequence));
+    items_.push_back(item);
+  };
   for (int s = 0; s < sequences.count; s++) {
     const int queries = queries_of(s), pieces = is_split_ ? pieces_ : pieces_of(s), step = is_split_ ? 1 : pieces;
-    const int heads = heads_together && queries <= queries_per_item ? shape.kv_heads : 1;
+    const int together = heads_together && queries <= queries_per_item ? shape.kv_heads : 1;
+    // The last pieces of all go head by head, so that the members finish together.
+    const int apart = is_split_ && s == sequences.count - 1 ? std::max(0, pieces - team_->size()) : pieces;
     for (int q = 0; q < queries; q += queries_per_item) {
-      for (int head = 0; head < shape.kv_heads; head += heads) {
-        for (int p = 0; p < pieces; p += step) {
-          items_.push_back({s, head, head + heads, q, std::min(q + queries_per_item, queries), p, p + step});
-        }
+      for (int head = 0; head < shape.kv_heads; head += together) {
+        for (int p = 0; p < apart; p += step) push_item({s, head, head + together, q, q + queries_per_item, p, p + step});
+      }
+      for (int p = apart; p < pieces; p++) {
+        for (int head = 0; head < shape.kv_heads; head++) push_item({s, head, head + 1, q, q + queries_per_item, p, p + 1});
       }
     }
   }

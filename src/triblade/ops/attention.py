@@ -1,6 +1,7 @@
 """Attention over gathered keys and values: `eager` spells the formula out, `sdpa` is torch's fused kernel, `tiled` is bit-stable.
 
-All three compute softmax(scale * q k^T, capped and masked) v with grouped heads. Knows no cache and no batch.
+All three compute softmax(scale * q k^T, capped and masked) v with grouped heads: q [S, Q, H, D], k and v [S, L, G, D] ->
+[S, Q, H, D]. Knows no cache and no batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def eager_attention(
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
-    """torch's scaled_dot_product_attention; it has no soft cap, so capped models take `eager`."""
+    """torch's scaled_dot_product_attention.
+
+    Raises:
+        UnsupportedError: a soft cap, which it does not have; capped models take `eager`.
+    """
     if softcap is not None:
         raise UnsupportedError("sdpa attention has no soft cap", hint="use attention_backend eager")
     s, queries, heads, d = q.shape

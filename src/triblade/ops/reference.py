@@ -14,7 +14,11 @@ from triblade.ops.backend import Activation, AttentionMask, Backend, Linear
 
 
 class ReferenceBackend(Backend):
-    """Plain torch on any device."""
+    """Plain torch on any device; shapes and formulas stand in `Backend`.
+
+    Args:
+        attention: computes `Backend.attention`.
+    """
 
     name = "reference"
 

@@ -53,7 +53,7 @@ class Work:
 
     @property
     def aim(self) -> Tensor:
-        """What to round towards."""
+        """[out, in]: what to round towards."""
         return self.weight if self.target is None else self.target
 
 

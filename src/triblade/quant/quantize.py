@@ -22,7 +22,7 @@ from triblade.models.decoder import Decoder, DecoderWeights
 from triblade.models.loader import OpenModel
 from triblade.models.weights import DenseReader, TensorSource
 from triblade.ops.backend import Backend, Linear
-from triblade.quant.layer import LayerQuantizer, LayerSettings
+from triblade.quant.layer import LayerQuantizer, LayerResult, LayerSettings
 from triblade.quant.passes import Recipe, Work
 from triblade.quant.run_state import RunState
 from triblade.quant.scheme import QuantScheme
@@ -91,16 +91,7 @@ def quantize_layers(job: Job, state: RunState) -> None:
     with progress(label, len(todo), unit="layers") as advance:
         for index in todo:
             started = time.monotonic()
-            settings = LayerSettings(
-                recipe=job.recipe,
-                schemes=job.schemes[index],
-                scale_type=job.scale_type,
-                store_type=job.model.checkpoint.dtype,
-                bias=job.bias,
-            )
-            reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
-            result = LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
-            del reader
+            result = _quantized(decoder, job, index, streams)
             seconds = time.monotonic() - started
             state.finish_layer(result, seconds, streams)
             log.debug("layer %d: %.1f s, errors %s", index, seconds, result.errors)
@@ -115,6 +106,19 @@ def _quantize_table(job: Job, state: RunState, module: str, statistics: InputSta
     work = Work(name=module, weight=weight, scheme=job.tables[module], scale_type=job.scale_type, statistics=statistics)
     state.finish_table(module, quantized_table(work, job.recipe))
     log.info("%s: %s, %.1f s", module, work.scheme, time.monotonic() - started)
+
+
+def _quantized(decoder: Decoder, job: Job, index: int, streams: Streams | None) -> LayerResult:
+    """One layer, read from disk; what was mapped for it is given back with the reader, when this returns."""
+    settings = LayerSettings(
+        recipe=job.recipe,
+        schemes=job.schemes[index],
+        scale_type=job.scale_type,
+        store_type=job.model.checkpoint.dtype,
+        bias=job.bias,
+    )
+    reader = DenseReader(job.source(), job.model.config, job.model.dtype, job.device)
+    return LayerQuantizer(decoder, index, reader.layer(index), settings, streams).run()
 
 
 def decoder_without_layers(job: Job) -> Decoder:
