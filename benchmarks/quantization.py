@@ -77,7 +77,7 @@ def rows() -> Iterator[Row]:
             both = method == "best" and scheme in ("W4g64asym", "W3g64asym")
             yield Row(f"{scheme}/{method}", {**options, "quantization": method}, both=both)
     yield Row("W4g64asym/balance+gptq+refine", {**SCHEMES["W4g64asym"], "quantization": "balance+gptq+refine"})
-    for method in ("smooth", "int8", "smooth+correct+gptq+refine"):
+    for method in ("smooth", "smooth+gptq", "smooth+correct+gptq+refine", "balance+correct+gptq+refine"):
         yield Row(f"W8A8/{method}", {**INT8, "quantization": method})
     for symmetric, name in ((False, "W4g32asym"), (True, "W4g32sym")):
         yield Row(f"{name}/best", {"bits": 4, "group_size": 32, "symmetric": symmetric, "quantization": "best"})

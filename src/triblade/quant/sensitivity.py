@@ -209,11 +209,7 @@ def _cost(config: ModelConfig, name: str) -> Callable[[QuantScheme], float]:
 
 
 def candidates(config: ModelConfig, scheme: QuantScheme, bits: float) -> list[QuantScheme]:
-    """The schemes to choose from.
-
-    4 bits in the group size given and half of it, 8 bits with one scale per row, which lose so little that groups would only cost,
-    and 3 bits where the budget asks for them.
-    """
+    """What to choose from: 4 bits in the group size given and half of it, 8 bits, and 3 bits where the budget asks for them."""
     widths = [inputs_of(config, name) for name in FIELDS]
     groups: list[int | None] = [scheme.group_size]
     if scheme.group_size is not None and scheme.group_size >= 64:
@@ -221,5 +217,4 @@ def candidates(config: ModelConfig, scheme: QuantScheme, bits: float) -> list[Qu
     allowed = [group for group in groups if group is None or all(width % group == 0 for width in widths)]
     found = [replace(scheme, bits=b, group_size=group) for b in (3, 4) for group in allowed]
     cheapest_of_four = min(s.bits_per_weight(max(widths)) for s in found if s.bits == 4)
-    precise = replace(scheme, bits=8, group_size=None, symmetric=True)
-    return [*(s for s in found if s.bits != 3 or bits < cheapest_of_four), precise]
+    return [*(s for s in found if s.bits != 3 or bits < cheapest_of_four), replace(scheme, bits=8)]
