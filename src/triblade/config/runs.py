@@ -198,6 +198,9 @@ class Alignment:
     draft_vocab_size: int = 8192
     """Tokens that can be guessed: the most frequent ones of the target's own text."""
 
+    inner_layers: int = 2
+    """Layers, spread over the target, whose states the head reads beside the final ones."""
+
     bits: Literal[4, 8] = 4
     """Bits of the head's weights."""
 
@@ -226,6 +229,7 @@ class AlignConfig(RunConfig, Alignment):  # in this order the options of the ali
         super().__post_init__()
         for name in ("steps", "window", "unrolled", "draft_vocab_size"):
             require_at_least(name, getattr(self, name), 1)
+        require_at_least("inner_layers", self.inner_layers, 0)
         for name in ("conversations", "answer_tokens"):
             require_at_least(name, getattr(self, name), 8)
         for name in ("minutes", "learning_rate"):
