@@ -89,21 +89,22 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("spec", ["8row", "4"])
-def test_a_tied_table_stays_one(spec: str, config: ConvertConfig, tied: Path) -> None:
+def test_a_tied_table_stays_one(spec: str, config: ConvertConfig, tied: Path) -> None:  # B22
     dense = convert(replace(config, output=config.output.with_name("dense")))
-    report = convert(replace(config, embeddings=spec))
+    report = convert(replace(config, embeddings=spec, lm_head=spec))
     tensors = load_file(config.output / "model.safetensors")
     assert f"{EMBEDDING}.weight_packed" in tensors
     assert f"{EMBEDDING}.weight" not in tensors
     assert not [name for name in tensors if name.startswith(HEAD)]
-    assert report.tables == {EMBEDDING: "W8 row asym" if spec == "8row" else "W4 g32 asym"}
+    scheme = "W8 row asym" if spec == "8row" else "W4 g32 asym"
+    assert report.tables == {EMBEDDING: scheme, HEAD: f"tied to {EMBEDDING}"}
     assert report.bytes_after < dense.bytes_after
     assert distance(reference_logits(config.output), reference_logits(tied)) < 0.5
     assert checkpoint_of(config.output).config["tie_word_embeddings"] is True
 
 
 def test_both_backends_read_a_quantized_table(config: ConvertConfig) -> None:
-    convert(replace(config, bits=8, embeddings="8"))
+    convert(replace(config, bits=8, embeddings="8", lm_head="8"))
     assert (
         distance(native_logits(config.output), reference_logits(config.output)) < 0.06
     )  # kernels round inputs to 8 bits
@@ -122,7 +123,7 @@ def test_an_untied_head_has_a_scheme_of_its_own(config: ConvertConfig, untied: P
 
 
 def test_one_scheme_for_everything_names_the_class_of_embeddings(config: ConvertConfig) -> None:
-    convert(replace(config, embeddings="4"))
+    convert(replace(config, embeddings="4", lm_head="4"))
     settings = json.loads((config.output / "config.json").read_text())["quantization_config"]
     (group,) = settings["config_groups"].values()
     assert group["targets"] == ["Linear", "Embedding"]
@@ -148,8 +149,9 @@ def test_other_formats_hold_a_head_and_no_embedding(
     ("is_tied", "change", "error", "message"),
     [
         (True, {"lm_head": "8"}, ConfigError, r"the head is the embedding \(tied\)"),
+        (True, {"embeddings": "8"}, ConfigError, r"tied\) and cannot be keep where that is 8"),  # B23
         (False, {"lm_head": "8g48"}, ConfigError, "not divisible by the group size 48"),
-        (True, {"embeddings": "some"}, ConfigError, "not a scheme: 'some'"),
+        (False, {"embeddings": "some"}, ConfigError, "not a scheme: 'some'"),
         (False, {"lm_head": "8", "format": "gptq", "symmetric": True}, UnsupportedError, "one scheme"),
         (False, {"lm_head": "4g64", "format": "awq"}, UnsupportedError, "one group size"),
         (False, {"rules": ("o_proj=8",), "format": "gptq", "symmetric": True}, UnsupportedError, "one scheme"),
@@ -195,7 +197,7 @@ def test_resuming_gives_the_same_tables(
 def test_a_budget_of_bytes_counts_the_tables(config: ConvertConfig) -> None:
     cheap = convert(config)
     size = os.path.getsize(config.output / "model.safetensors")
-    room = replace(config, embeddings="8", max_size_mb=size / 1e6, output=config.output.with_name("room"))
+    room = replace(config, embeddings="8", lm_head="8", max_size_mb=size / 1e6, output=config.output.with_name("room"))
     report = convert(room)
     assert os.path.getsize(room.output / "model.safetensors") <= size
     assert report.average_bits > cheap.average_bits

@@ -102,10 +102,10 @@ class Conversion:
     """Schemes for some modules, PATTERN=SCHEME: `self_attn=8`, `re:layers\\.(0|29)\\.=8g64`, `o_proj=3sym`, `down=dense`."""
 
     embeddings: str = "keep"
-    """Embedding table: keep, or a scheme as in `rules` (8row, 4g64); with a tied head it is the head's as well."""
+    """Embedding table: keep, or a scheme as in `rules` (8row, 4g64)."""
 
     lm_head: str = "keep"
-    """Head that is not tied: keep, or a scheme."""
+    """Head: keep, or a scheme; a tied one is the embedding, so both are to be the same."""
 
     bias: BiasMode = "correct"
     """Biases: correct (for what rounding takes from the mean), keep, or int8 (corrected, then on 8-bit levels by importance)."""

@@ -281,11 +281,18 @@ def _report(prepared: _Prepared, state: RunState, measured: Measured | None, sec
         peak_memory_bytes=host.peak_rss_bytes(),
         calibration=None if prepared.calibration is None else asdict(prepared.calibration.report),
         drift=None if prepared.drift is None else asdict(prepared.drift),
-        tables={module: str(scheme) for module, scheme in job.tables.items()},
+        tables=_table_names(job),
         layers=[asdict(record) | {"schemes": _scheme_names(record.schemes)} for record in state.layers],
         quality=quality,
         samples=() if measured is None else measured.samples,
     )
+
+
+def _table_names(job: Job) -> dict[str, str]:
+    found = {module: str(scheme) for module, scheme in job.tables.items()}
+    if found and job.model.config.tie_word_embeddings:
+        found[HEAD] = f"tied to {EMBEDDING}"
+    return found
 
 
 def _scheme_names(schemes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

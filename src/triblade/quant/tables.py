@@ -37,16 +37,20 @@ def table_schemes(config: ModelConfig, default: QuantScheme, embeddings: str, he
         head: the same for the head.
 
     Raises:
-        ConfigError: a scheme is none or does not divide the rows, or the head is tied and has one of its own.
+        ConfigError: a scheme is none or does not divide the rows, or a tied head was not asked to be what the embedding is.
     """
-    if head != KEPT and config.tie_word_embeddings:
-        raise ConfigError(
-            "the head is the embedding (tied), it has no scheme of its own",
-            hint=f"--embeddings {head} is for both",
-            param="lm_head",
-        )
+    wanted = [(EMBEDDING, embeddings, "embeddings"), (HEAD, head, "lm_head")]
+    if config.tie_word_embeddings:
+        if embeddings != head:
+            spec = head if embeddings == KEPT else embeddings
+            raise ConfigError(
+                f"the head is the embedding (tied) and cannot be {head} where that is {embeddings}",
+                hint=f"ask for both: --embeddings {spec} --lm-head {spec}",
+                param="lm_head",
+            )
+        wanted.pop()  # one tensor
     found = {}
-    for module, spec, param in ((EMBEDDING, embeddings, "embeddings"), (HEAD, head, "lm_head")):
+    for module, spec, param in wanted:
         scheme = None if spec == KEPT else parse_scheme(spec, replace(default, activation_bits=None), param)
         if scheme is not None:
             scheme.group(config.hidden_size)
