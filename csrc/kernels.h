@@ -117,6 +117,7 @@ struct Best {
   float value = -std::numeric_limits<float>::infinity();
   int32_t token = 0;
   bool is_finite = true;  // of all that were looked at
+  float total = 0;        // sum of e^(x - value) over them, where somebody asked for it
 };
 
 struct Kernels {
@@ -159,6 +160,9 @@ struct Kernels {
 
   // Look at x [count], whose first one is token `first`, for the largest so far.
   void (*find_best)(const float* x, int count, int first, Best& best);
+
+  // The sum of e^(x - top) over x [count].
+  float (*sum_exp)(const float* x, int count, float top);
 };
 
 extern const Kernels kPortable;

@@ -390,9 +390,19 @@ void find_best(const float* x, int count, int first, Best& best) {
   if (at < x + count) best = {largest, first + static_cast<int32_t>(at - x), best.is_finite};
 }
 
+float sum_exp(const float* x, int count, float top) {
+  F total = zero();
+  int i = 0;
+  for (; i + kTile <= count; i += kTile) total = add(total, exp(sub(load(x + i), set(top))));
+  float rest = 0;
+  for (; i < count; i++) rest += std::exp(x[i] - top);
+  return sum(total) + rest;
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KERNELS_NAME, embed, norm, quantize, linear, norm_add, rope_write, fetch, attend, merge, softcap, find_best};
+const Kernels KERNELS = {KERNELS_NAME, embed,  norm,  quantize, linear,    norm_add, rope_write,
+                         fetch,        attend, merge, softcap,  find_best, sum_exp};
 
 }  // namespace triblade

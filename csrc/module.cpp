@@ -44,12 +44,13 @@ Matrix make_matrix(int format, int rows, int inputs, int group, uintptr_t weight
   return matrix;
 }
 
-// Guesses of each sequence (those that want most come first), up to the first that is not finite.
+// Guesses of each sequence, see Program::draft.
 std::vector<std::vector<int32_t>> draft(Program& program, StateMemory& memory, const std::vector<int64_t>& requests,
                                         const std::vector<std::vector<int32_t>>& token_ids, const std::vector<int32_t>& starts,
-                                        const std::vector<uintptr_t>& tables, const std::vector<int32_t>& lengths, uintptr_t tokens) {
+                                        const std::vector<uintptr_t>& tables, const std::vector<int32_t>& lengths, uintptr_t tokens,
+                                        float least_chance) {
   nb::gil_scoped_release release;
-  const int count = static_cast<int>(requests.size()), width = std::max(1, lengths.at(0));
+  const int count = static_cast<int>(requests.size()), width = *std::max_element(lengths.begin(), lengths.end());
   std::vector<int32_t> ids, first_rows{0}, ends, out(static_cast<size_t>(count) * width);
   for (int s = 0; s < count; s++) {
     ids.insert(ids.end(), token_ids.at(s).begin(), token_ids.at(s).end());
@@ -57,7 +58,7 @@ std::vector<std::vector<int32_t>> draft(Program& program, StateMemory& memory, c
     ends.push_back(starts.at(s) + static_cast<int32_t>(token_ids[s].size()));
   }
   const Sequences sequences{count, first_rows.data(), ends.data(), address<const int32_t*>(reinterpret_cast<uintptr_t>(tables.data()))};
-  program.draft(ids.data(), memory, requests.data(), sequences, lengths.data(), address<int32_t>(tokens), width, out.data());
+  program.draft(ids.data(), memory, requests.data(), sequences, {lengths.data(), address<int32_t>(tokens), width, least_chance}, out.data());
   std::vector<std::vector<int32_t>> guesses;
   for (int s = 0; s < count; s++) {
     const auto begin = out.begin() + s * width;
@@ -171,7 +172,8 @@ NB_MODULE(_native, m) {
              p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
            },
            "rows"_a, "count"_a, "out"_a, "best"_a)
-      .def("draft", draft, "memory"_a, "requests"_a, "token_ids"_a, "starts"_a, "tables"_a, "lengths"_a, "tokens"_a)
+      .def("draft", draft, "memory"_a, "requests"_a, "token_ids"_a, "starts"_a, "tables"_a, "lengths"_a, "tokens"_a,
+           "least_chance"_a)
       .def("remember",
            [](Program& p, StateMemory& memory, const std::vector<std::array<int64_t, 4>>& computed) {
              std::vector<int64_t> firsts;

@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 #include <numeric>
@@ -197,7 +198,7 @@ void Program::head_share(const Matrix& matrix, float softcap, int member) {
     for (int r = 0; r < row_count_; r++) {
       float* row = columns + static_cast<int64_t>(r) * stride;
       if (softcap > 0) kernels_.softcap(row, end - begin, softcap);
-      if (tokens > 0) kernels_.find_best(row, tokens, begin, best[r]);
+      if (tokens > 0) look_at(row, tokens, begin, best[r]);
     }
   }
 }
@@ -213,20 +214,39 @@ void Program::run(const int32_t* ids, const Sequences& sequences) {
   team_->run(walk, this);
 }
 
-void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
+void Program::look_at(const float* logits, int count, int first, Best& best) {
+  const Best before = best;
+  kernels_.find_best(logits, count, first, best);
+  if (!wants_chances_) return;
+  best.total = kernels_.sum_exp(logits, count, best.value);
+  if (before.total > 0) best.total += before.total * std::exp(before.value - best.value);
+}
+
+void Program::score_rows(const int32_t* rows, int count, float* out) {
   rows_ = rows;
   row_count_ = count;
   logits_ = out;
   walked_ = &head_calls_;
   team_->run(walk, this);
+}
+
+Best Program::best_of(int row) const {
+  Best whole = best_[row];
+  for (int member = 1; member < team_->size(); member++) {
+    Best part = best_[member * best_rows_ + row];
+    const bool is_finite = whole.is_finite && part.is_finite;
+    if (part.value > whole.value) std::swap(whole, part);
+    if (part.total > 0) whole.total += part.total * std::exp(part.value - whole.value);
+    whole.is_finite = is_finite;
+  }
+  return whole;
+}
+
+void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
+  wants_chances_ = false;
+  score_rows(rows, count, out);
   for (int r = 0; r < count; r++) {
-    Best whole = best_[r];
-    for (int member = 1; member < team_->size(); member++) {
-      const Best& part = best_[member * best_rows_ + r];
-      const bool is_finite = whole.is_finite && part.is_finite;
-      if (part.value > whole.value) whole = part;
-      whole.is_finite = is_finite;
-    }
+    const Best whole = best_of(r);
     best[r] = whole.is_finite ? whole.token : -1;
   }
 }
@@ -250,36 +270,44 @@ void Program::remember(StateMemory& memory, const Computed& computed) {
   states(own_rows_.data(), count, memory.extend(computed.request, computed.start, count));
 }
 
-void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
-                    const int32_t* tokens, int width, int32_t* out) {
-  std::vector<int32_t> rows, next, first_row, length(sequences.length, sequences.length + sequences.count), best(sequences.count);
+void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const DraftOptions& options,
+                    int32_t* out) {
+  std::vector<int32_t> going, rows, next, first_row, length;  // who guesses on, and the row of each
+  std::vector<const int32_t*> tables;
+  std::vector<float> chances(sequences.count, 1.0f);
   for (int s = 0; s < sequences.count; s++) {
     const int first = sequences.first_row[s], end = sequences.first_row[s + 1];
     memory.take(requests[s], sequences.length[s] - (end - first) - 1, end - first, given_ + int64_t{first} * memory.width());
-    rows.push_back(end - 1);
+    std::fill_n(out + s * options.width, options.width, -1);
+    if (options.lengths[s] > 0) going.push_back(s), rows.push_back(end - 1);
   }
   before_ = given_;
   before_is_own_ = false;
   run(ids, sequences);
-  for (int guess = 0;; guess++) {
-    int count = 0;
-    while (count < sequences.count && lengths[count] > guess) count++;
-    if (count == 0) return;
-    score(rows.data(), count, nullptr, best.data());
-    next.clear();
-    for (int s = 0; s < count; s++) {
-      out[s * width + guess] = best[s] < 0 || (guess > 0 && out[s * width + guess - 1] < 0) ? -1 : tokens[best[s]];
-      next.push_back(std::max(out[s * width + guess], 0));
+  wants_chances_ = options.least_chance > 0;
+  for (int guess = 0; !going.empty(); guess++) {
+    score_rows(rows.data(), static_cast<int>(going.size()), nullptr);
+    next.clear(), first_row.clear(), length.clear(), tables.clear();
+    for (size_t n = 0; n < going.size(); n++) {
+      const int s = going[n];
+      const Best best = best_of(static_cast<int>(n));
+      if (wants_chances_) chances[s] /= best.total;
+      if (!best.is_finite || chances[s] < options.least_chance) continue;
+      out[s * options.width + guess] = options.tokens[best.token];
+      if (guess + 1 == options.lengths[s]) continue;
+      const int count = static_cast<int>(next.size());
+      going[count] = s, rows[count] = rows[n];
+      next.push_back(options.tokens[best.token]), first_row.push_back(count);
+      length.push_back(sequences.length[s] + guess + 1), tables.push_back(sequences.tables[s]);
     }
-    while (count > 0 && lengths[count - 1] == guess + 1) count--;
+    const int count = static_cast<int>(next.size());
+    going.resize(count), rows.resize(count), first_row.push_back(count);
     if (count == 0) return;
     this->states(rows.data(), count, own_states_);
-    first_row.clear(), rows.clear();
-    for (int s = 0; s < count; s++) first_row.push_back(s), rows.push_back(s), length[s]++;
-    first_row.push_back(count);
+    std::iota(rows.begin(), rows.end(), 0);
     before_ = own_states_;
     before_is_own_ = true;
-    run(next.data(), {count, first_row.data(), length.data(), sequences.tables});
+    run(next.data(), {count, first_row.data(), length.data(), tables.data()});
   }
 }
 

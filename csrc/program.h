@@ -83,10 +83,17 @@ class Program {
   void remember(StateMemory& memory, const Computed& computed);
 
   // A head that guesses from states: run the sequences' tokens, taking the states of the tokens before them out of the memory; then
-  // sequence s guesses lengths[s] tokens (descending over s), each from its own state and the token it guessed before. Guesses are
-  // `tokens` [rows of the head] of the best rows: out [S, width], -1 from where a state is not finite. Blocks for their keys exist.
-  void draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
-             const int32_t* tokens, int width, int32_t* out);
+  // each sequence guesses, from its own state and the token it guessed before, until it has what it asked for, a state is not finite,
+  // or the chance (by the head's own softmax) that all its guesses are right falls below the least. Out [S, width], -1 from there on.
+  // Blocks for the guesses' keys exist.
+  struct DraftOptions {
+    const int32_t* lengths;  // [S] most guesses
+    const int32_t* tokens;   // [rows of the head] what each row stands for
+    int width;
+    float least_chance;      // 0: whatever the chance
+  };
+  void draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const DraftOptions& options,
+             int32_t* out);
 
   int64_t buffer_bytes() const { return arena_->size() + (kept_ ? kept_->size() : 0) + (fused_ ? fused_->size() : 0); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
@@ -101,6 +108,9 @@ class Program {
   AttentionOutput pieces() const;
   void attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member);
   void head_share(const Matrix& matrix, float softcap, int member);
+  void look_at(const float* logits, int count, int first, Best& best);
+  void score_rows(const int32_t* rows, int count, float* out);
+  Best best_of(int row) const;  // of all members
   static void walk(void* context, int member);
 
   const Kernels& kernels_;
@@ -141,6 +151,7 @@ class Program {
   float* logits_ = nullptr;  // null: not kept
   int64_t best_rows_;
   std::vector<Best> best_;  // [members, best_rows_]
+  bool wants_chances_ = false;
 };
 
 }  // namespace triblade

@@ -64,8 +64,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def with_head(folder: Path, length: int = 3, **options: Any) -> LLM:
-    settings = {"draft_policy": "fixed", "num_speculative_tokens": length, **options}
+    settings = {"draft_policy": "fixed", "num_speculative_tokens": length, "draft_confidence": 0.0, **options}
     return tiny_llm(model(), drafter="eagle", draft_model=str(folder), **settings)
+
+
+def test_drafts_that_end_early_change_nothing(folder: Path) -> None:
+    llm = with_head(folder, 5, draft_confidence=0.05)
+    found = [choices[0] for choices in llm.generate(prompts(), GREEDY)]
+    assert [choice.token_ids for choice in found] == [completion.token_ids for completion in plain()]
+    drafted = {
+        count for choice in found for count, _ in choice.speculation.trace[:-5]
+    }  # there as many as asked for still fit
+    assert drafted & {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from triblade.models.loader import open_model
 from triblade.ops.reference import ReferenceBackend
 from triblade.sampling_params import SamplingParams
 from triblade.spec.align.batches import target_hidden
-from triblade.spec.eagle_drafter import EagleDrafter, GuessRun
+from triblade.spec.eagle_drafter import GuessRun
 from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
@@ -72,8 +73,10 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "int8"}, {"max_num_batched_tokens": 7}], ids=str)
-def test_a_head_changes_nothing(target: Path, head: Path, changes: dict[str, Any]) -> None:  # F01
-    assert tokens(target, drafter="eagle", draft_model=str(head), **changes)[0] == tokens(target, **changes)[0]
+@pytest.mark.parametrize("confidence", [0.0, 0.02])
+def test_a_head_changes_nothing(target: Path, head: Path, confidence: float, changes: dict[str, Any]) -> None:  # F01
+    options = {"drafter": "eagle", "draft_model": str(head), "draft_confidence": confidence}
+    assert tokens(target, **options, **changes)[0] == tokens(target, **changes)[0]
 
 
 def remembered(executor: Any, count: int, width: int) -> torch.Tensor:
@@ -107,37 +110,79 @@ def no_states(rows: Any) -> torch.Tensor:
     raise AssertionError("this head is given its states")
 
 
+@dataclass(frozen=True)
+class Twins:
+    """The same head natively and in torch, and runs of three requests with random states."""
+
+    llm: LLM
+    native: NativeEagle
+    torch: TorchEagle
+    width: int
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, target: Path, head: Path) -> Twins:
+        settings: dict[str, Any] = {"device": "cpu", "backend": "native", "num_kv_blocks": 64, "threads": 2}
+        llm = LLM(EngineConfig(model=str(target), drafter="eagle", draft_model=str(head), **settings))
+        assert llm.engine.speculator is not None
+        drafter: Any = llm.engine.speculator.drafter
+        model = open_model(EngineConfig(model=str(target), dtype="float32"))
+        decoder = model.load(64, ReferenceBackend(), torch.device("cpu"))
+        checkpoint = load_eagle(head, model)
+        dense = checkpoint.head(decoder.weights.embedding, decoder.backend, 64)
+        layout = replace(llm.engine.runner.executor.cache.layout, codec="float32", arrangement="tokens")
+        reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft(), no_states)
+        width = checkpoint.weights.state_size
+        return cls(llm, drafter._head, reference, width, torch.Generator().manual_seed(4))
+
+    def runs(self, lengths: Sequence[int]) -> list[GuessRun]:
+        found = []
+        for number, length in enumerate(lengths):
+            size = int(torch.randint(1, 20, (1,), generator=self.generator))
+            ids = torch.randint(0, self.llm.engine.model.vocab_size, (size,), generator=self.generator).tolist()
+            request = self.llm.engine.prepare(ids, PARAMS)[0]
+            request.block_table.extend(range(number * 4, number * 4 + 4))
+            found.append(GuessRun(request, 0, ids, length))
+        return found
+
+    def guess(self, runs: list[GuessRun], seed: int, least_chance: float) -> tuple[list[list[int]], list[list[int]]]:
+        """Guesses of both from the same states."""
+        generator = torch.Generator().manual_seed(seed)
+        self.native._least_chance = self.torch._least_chance = least_chance
+        for run in runs:
+            states = torch.randn(run.num_tokens, self.width, generator=generator)
+            self.torch.memory.extend(run.request.number, -1, states)
+            self.native.memory.extend(run.request.number, -1, len(states), states.data_ptr())
+        return self.native.guess(runs), self.torch.guess(runs)
+
+
 def test_native_guesses_are_those_of_torch(target: Path, head: Path) -> None:
     """But for near ties, since native inputs are rounded to 8 bits; runs of several lengths, some without guesses, in one call."""
-    settings: dict[str, Any] = {"device": "cpu", "backend": "native", "num_kv_blocks": 64, "threads": 2}
-    llm = LLM(EngineConfig(model=str(target), drafter="eagle", draft_model=str(head), **settings))
-    assert llm.engine.speculator is not None
-    drafter = llm.engine.speculator.drafter
-    assert isinstance(drafter, EagleDrafter)
-    native = drafter._head
-    assert isinstance(native, NativeEagle)
-    model = open_model(EngineConfig(model=str(target), dtype="float32"))
-    decoder = model.load(64, ReferenceBackend(), torch.device("cpu"))
-    checkpoint = load_eagle(head, model)
-    width = model.config.hidden_size * (1 + len(checkpoint.inner_layers))
-    dense = checkpoint.head(decoder.weights.embedding, decoder.backend, 64)
-    layout = replace(llm.engine.runner.executor.cache.layout, codec="float32", arrangement="tokens")
-    reference = TorchEagle(dense, KVCache(layout, 64, torch.float32).draft(), no_states)
-    generator = torch.Generator().manual_seed(4)
+    twins = Twins.of(target, head)
     equal = total = 0
-    for _ in range(20):
-        runs = []
-        for number in range(3):
-            size = int(torch.randint(1, 20, (1,), generator=generator))
-            states = torch.randn(size, width, generator=generator)
-            ids = torch.randint(0, model.config.vocab_size, (size,), generator=generator).tolist()
-            request = llm.engine.prepare(ids, PARAMS)[0]
-            request.block_table.extend(range(number * 4, number * 4 + 4))
-            runs.append(GuessRun(request, 0, ids, (3, 0, 5)[number]))
-            reference.memory.extend(request.number, -1, states)
-            native.memory.extend(request.number, -1, size, states.data_ptr())
-        for ours, theirs, run in zip(native.guess(runs), reference.guess(runs), runs, strict=True):
+    for seed in range(20):
+        runs = twins.runs((3, 0, 5))
+        for ours, theirs, run in zip(*twins.guess(runs, seed, 0.0), runs, strict=True):
             assert len(ours) == len(theirs) == run.length
             equal += ours[:1] == theirs[:1]
             total += 1
+    assert equal >= 0.85 * total
+
+
+def test_guesses_end_where_the_head_is_unsure(target: Path, head: Path) -> None:
+    """The same guesses up to there, in both; those of a request do not depend on when the others of the call end."""
+    twins = Twins.of(target, head)
+    lengths, equal, total = set[int](), 0, 0
+    for seed in range(20):
+        runs = twins.runs((6, 2, 4))
+        whole = twins.guess(runs, seed, 0.0)
+        for least in (0.002, 0.02, 0.05, 0.1, 0.9999):
+            parts = twins.guess(runs, seed, least)
+            for part, full in zip((*parts[0], *parts[1]), (*whole[0], *whole[1]), strict=True):
+                assert part == full[: len(part)]
+                assert not part or least < 0.9
+                lengths.add(len(part))
+            equal += sum(len(ours) == len(theirs) for ours, theirs in zip(*parts, strict=True))
+            total += len(runs)
+    assert {0, 1, 2} < lengths
     assert equal >= 0.85 * total

@@ -99,6 +99,9 @@ class EngineConfig:
     draft_temperature: float = 0.0
     """0: drafts are best guesses; seeded output is that of plain decoding. Above (try 1): drawn at the request's times this."""
 
+    draft_confidence: float = 0.15
+    """Drafter `eagle`: guesses end where the head holds it less likely than this that all of them are right; 0: never for that."""
+
     max_logprobs: int = 20
     """Largest number of alternatives a request may ask for with `logprobs`."""
 
@@ -149,6 +152,8 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("draft_temperature", self.draft_temperature, 0)
+        if not 0 <= self.draft_confidence < 1:
+            raise ConfigError(f"draft_confidence must be in [0, 1), got: {self.draft_confidence}")
         for name in ("draft_layers", "max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "threads"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("max_logprobs", "spin_us", "direct_prompt_tokens", "speculate_prompt_tokens"):

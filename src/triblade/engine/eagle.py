@@ -43,13 +43,17 @@ class TorchEagle:
         head: with the target's backend and device.
         cache: the drafter's layers.
         states: the target's states float32 [R, D] of rows of its last step.
+        least_chance: guesses end where the head holds it less likely that all so far are right; 0: nowhere.
     """
 
-    def __init__(self, head: EagleHead, cache: KVCache, states: Callable[[Sequence[int]], Tensor]) -> None:
+    def __init__(
+        self, head: EagleHead, cache: KVCache, states: Callable[[Sequence[int]], Tensor], least_chance: float = 0.0
+    ) -> None:
         config = head.config
         self._head = head
         self._cache = cache
         self._states = states
+        self._least_chance = least_chance
         self.memory = StateMemory(head.weights.state_size, config.layers[0].window or config.context_length)
 
     @property
@@ -80,15 +84,17 @@ class TorchEagle:
         current = self._forward([runs[n] for n in order], states)
         ends = torch.tensor([runs[n].num_tokens for n in order]).cumsum(0) - 1
         current = current[ends.to(current.device)]  # [S, C]
+        chances = [1.0] * len(runs)
         while True:
-            kept = [place for place, n in enumerate(order) if len(found[n]) < runs[n].length]
-            kept = [place for place in kept if bool(current[place].isfinite().all())]
-            if not kept:
-                return found
-            order, current = [order[place] for place in kept], current[kept]
-            for n, token in zip(order, self._head.greedy(current).tolist(), strict=True):
-                found[n].append(token)
-            going_on = [place for place, n in enumerate(order) if len(found[n]) < runs[n].length]
+            tokens, likely = (part.tolist() for part in self._head.best(current))
+            going_on = list[int]()
+            for place, n in enumerate(order):
+                chances[n] *= likely[place]
+                if len(found[n]) >= runs[n].length or not chances[n] >= self._least_chance:
+                    continue
+                found[n].append(tokens[place])
+                if len(found[n]) < runs[n].length:
+                    going_on.append(place)
             if not going_on:
                 return found
             order, current = [order[place] for place in going_on], current[going_on]
@@ -113,14 +119,18 @@ class NativeEagle(NativeProgram):
         checkpoint: the head.
         target: whose embedding, team and cache it shares.
         options: sizes.
+        least_chance: see `TorchEagle`.
     """
 
-    def __init__(self, checkpoint: EagleCheckpoint, target: TargetParts, options: NativeOptions) -> None:
+    def __init__(
+        self, checkpoint: EagleCheckpoint, target: TargetParts, options: NativeOptions, least_chance: float = 0.0
+    ) -> None:
         assert isinstance(target.executor, NativeExecutor)
         super().__init__(checkpoint.config, target.cache.draft(), target.context_length, options)
         self._weights = checkpoint.weights.mapped(_packed)
         self._weights = replace(self._weights, layer=replace(self._weights.layer, gate_up=_interleaved(checkpoint)))
         self._target = target.executor.program
+        self._least_chance = least_chance
         config = checkpoint.config
         window = config.layers[0].window or target.context_length
         self.memory = self._native.StateMemory(width=self._weights.state_size, window=window)
@@ -152,21 +162,17 @@ class NativeEagle(NativeProgram):
 
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
-        order = sorted(range(len(runs)), key=lambda n: -runs[n].length) if len(runs) > 1 else [0]
-        ordered = [runs[n] for n in order]
-        guesses = self._program.draft(
+        guesses: list[list[int]] = self._program.draft(
             self.memory,
-            [run.request.number for run in ordered],
-            [run.token_ids for run in ordered],
-            [run.start for run in ordered],
-            [start_of(run.request.block_table) for run in ordered],
-            [max(0, run.length) for run in ordered],
+            [run.request.number for run in runs],
+            [run.token_ids for run in runs],
+            [run.start for run in runs],
+            [start_of(run.request.block_table) for run in runs],
+            [max(0, run.length) for run in runs],
             self._token_ids.data_ptr(),
+            self._least_chance,
         )
-        found: list[list[int]] = [[]] * len(runs)
-        for n, tokens in zip(order, guesses, strict=True):
-            found[n] = tokens
-        return found
+        return guesses
 
     def _record(self, embedding: PackedMatrix) -> None:
         config, weights, program = self._config, self._weights, self._program
@@ -223,11 +229,11 @@ class EaglePlan:
                 max_rows=self.config.max_num_seqs,
                 isa=self.config.isa or forced_isa(),
             )
-            head = NativeEagle(self.checkpoint, target, options)
+            head = NativeEagle(self.checkpoint, target, options, self.config.draft_confidence)
         else:
             decoder = executor.decoder
             dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
-            head = TorchEagle(dense, target.cache.draft(), executor.states)
+            head = TorchEagle(dense, target.cache.draft(), executor.states, self.config.draft_confidence)
         limits = HeadLimits(
             max_tokens=self.config.max_num_batched_tokens,
             window=model.layers[0].window or target.context_length,

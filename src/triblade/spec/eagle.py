@@ -190,6 +190,13 @@ class EagleHead:
         """The likeliest token after each row: [R, C] -> [R] ids of the target's vocabulary."""
         return self.weights.token_ids[self.logits(hidden).argmax(-1)]
 
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `greedy` finds [R], and its chance [R] among what the head can guess; NaN where a state was not finite."""
+        logits = self.logits(hidden)
+        likely, rows = logits.softmax(-1).max(-1)
+        is_finite = logits.isfinite().all(-1)
+        return self.weights.token_ids[rows], likely.where(is_finite, torch.nan)
+
 
 def _decoder_weights(weights: EagleWeights[Linear], embedding: Linear) -> DecoderWeights[Linear]:
     return DecoderWeights(embedding=embedding, layers=[weights.layer], final_norm=weights.final_norm, head=weights.head)
