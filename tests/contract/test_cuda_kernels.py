@@ -19,8 +19,9 @@ from triblade.models.decoder import window_mask
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
-from triblade.ops.cuda.linear import Activations, LinearKernels, Product, Tiling
+from triblade.ops.cuda.linear import WIDE, Activations, LinearKernels, Product
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
+from triblade.ops.cuda.tilings import Tiling, WideTiling
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
@@ -74,22 +75,37 @@ PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+# The same with (warpgroups, token tiles, depth, blocks, splits).
+WIDE_PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
+    ("4g128", 72, 33, (1, 8, 4, 1, 1), BF16, None),  # fewer rows than four warps have, in part
+    ("4g64", 192, 17, (2, 4, 2, 1, 1), BF16, "silu"),  # a block without rows of its own
+    ("4g32o", 80, 64, (1, 8, 2, 1, 2), BF16, None),  # blocks share the inputs
+    ("4g128o", 64, 40, (1, 8, 4, 1, 1), F16, "gelu_tanh"),
+    ("8g128", 48, 20, (1, 4, 2, 1, 1), BF16, None),
+    ("8g32o", 64, 30, (1, 4, 2, 1, 1), F16, "silu"),
+    ("dense", 72, 50, (1, 8, 2, 1, 4), BF16, None),
+    ("4g64", 144, 70, (3, 8, 4, 1, 1), BF16, None),  # two slabs of tokens
+]
+
+
+@pytest.mark.parametrize("case", [*PRODUCTS, *WIDE_PRODUCTS], ids=str)
 def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
     kind, rows, tokens, cut, dtype, activation = case
     torch.manual_seed(1)
-    inputs, is_gated = 256, activation is not None
+    inputs, is_gated = 384, activation is not None
     packed, weight, bias = matrix_of(kind, rows, inputs, dtype, is_gated=is_gated)
     kernels, vectors = LinearKernels(device, dtype, CPU), VectorKernels(device, dtype, CPU, 8)
     kernels._partial = torch.full((2**17,), torch.nan)
     x = torch.randn(tokens, inputs).to(dtype)
-    ordered = kernels.inputs(tokens, inputs)
+    tiling = WideTiling(*cut) if len(cut) == 5 else Tiling(*cut)
+    layout = tiling.token_tiles | (WIDE if len(cut) == 5 else 0)
+    ordered = Activations.empty(tokens, inputs, layout, dtype, CPU)
     vectors.arrange(x, ordered)
     columns = rows // 2 if is_gated else rows
     residual = None if is_gated else torch.randn(tokens, columns).to(dtype)
     out = torch.full((tokens, columns), torch.nan, dtype=dtype)
     for slab in range(-(-tokens // 64)):
-        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), Tiling(*cut), slab)
+        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), tiling, slab)
     expected = F.linear(x.float(), weight, bias)
     if is_gated:
         expected = ReferenceBackend().gated_activation(expected, activation)
@@ -98,17 +114,18 @@ def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
     assert relative(out, expected) < ROUNDING[dtype]
 
 
-def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice) -> None:
+@pytest.mark.parametrize("tokens", [10, 40])
+def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice, tokens: int) -> None:
     """The gated result in the layout of inputs, and float32 results for the head."""
     torch.manual_seed(2)
     packed, weight, bias = matrix_of("4g64", 256, 128, BF16, is_gated=True)
     kernels, vectors = LinearKernels(device, BF16, CPU), VectorKernels(device, BF16, CPU, 8)
-    x = torch.randn(10, 128).to(BF16)
-    ordered, inner = kernels.inputs(10, 128), kernels.inputs(10, 128)
+    x = torch.randn(tokens, 128).to(BF16)
+    ordered, inner = kernels.inputs(tokens, 128), kernels.inputs(tokens, 128)
     vectors.arrange(x, ordered)
     kernels.multiply(ordered, packed, inner)
     head, head_weight, head_bias = matrix_of("dense", 40, 128, BF16, is_gated=False)
-    logits = torch.full((10, 40), torch.nan)
+    logits = torch.full((tokens, 40), torch.nan)
     kernels.multiply(inner, head, logits)
     middle = ReferenceBackend().gated_activation(F.linear(x.float(), weight, bias), "silu").to(BF16)
     assert relative(logits, F.linear(middle.float(), head_weight, head_bias)) < 2e-3
@@ -122,9 +139,9 @@ def test_many_tokens_take_the_weights_spelled_out(device: EmulatedDevice, kind: 
     kernels = LinearKernels(device, BF16, CPU)
     kernels.reserve([packed])
     assert relative(kernels.dequantize(packed), weight) < 3e-3
-    x = Activations(torch.randn(150, 256).to(BF16), 150, 0)
-    residual = None if is_gated else torch.randn(150, 96).to(BF16)
-    out = torch.full((150, 48 if is_gated else 96), torch.nan, dtype=BF16)
+    x = Activations(torch.randn(300, 256).to(BF16), 300, 0)
+    residual = None if is_gated else torch.randn(300, 96).to(BF16)
+    out = torch.full((300, 48 if is_gated else 96), torch.nan, dtype=BF16)
     kernels.multiply(x, packed, out, residual)
     expected = F.linear(x.values.float(), weight, bias)
     expected = (
@@ -267,8 +284,8 @@ def test_norms(device: EmulatedDevice, width: int) -> None:
     plain = Activations(torch.empty_like(x), 3, 0)
     kernels.rms_norm(x, weight, 1e-5, plain)
     assert relative(plain.values, ops.rms_norm(x, weight, 1e-5)) < 1e-3
-    tiled, again = (Activations(torch.zeros(8, -(-width // 64) * 64, dtype=BF16), 3, 1) for _ in range(2))
-    if width % 64 == 0:
+    for layout in (1, 4 | WIDE) if width % 64 == 0 else ():
+        tiled, again = (Activations.empty(3, width, layout, BF16, CPU) for _ in range(2))
         kernels.rms_norm(x, weight, 1e-5, tiled)
         kernels.arrange(plain.values, again)
         assert torch.equal(tiled.values, again.values)

@@ -214,8 +214,8 @@ class CudaExecutor:
         rows = len(ids)
         sequences = Sequences(positions=positions, slots=slots, tables=inputs.tables, queries=queries)
         buffers = self._decoder.part_of(self._buffers, rows)
-        self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.normed)
-        self._decoder.logits(buffers.normed, self._logits[:rows])
+        self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.hidden)
+        self._decoder.logits(buffers.hidden, self._logits[:rows])
         self._decoder.choose(self._logits[:rows], self._vocab_size, self._best[:rows])
         self._host_best[:rows].copy_(self._best[:rows], non_blocking=True)
         if queries == 1:

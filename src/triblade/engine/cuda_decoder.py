@@ -50,16 +50,18 @@ class Buffers:
     normed: Activations  # [T, C]
     mixed: Activations  # [T, H * D]
     inner: Activations  # [T, I]
+    hidden: Activations  # [T, C] for the head, in the memory of `normed`
 
-    def first(self, tokens: int, tiles: int) -> Buffers:
+    def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
         """The same memory for fewer tokens."""
         return Buffers(
             x=self.x[:tokens],
             projected=self.projected[:tokens],
             qkv=self.qkv[:tokens],
-            normed=self.normed.first(tokens, tiles),
-            mixed=self.mixed.first(tokens, tiles),
-            inner=self.inner.first(tokens, tiles),
+            normed=self.normed.first(tokens, layout),
+            mixed=self.mixed.first(tokens, layout),
+            inner=self.inner.first(tokens, layout),
+            hidden=self.normed.first(tokens, head_layout),
         )
 
 
@@ -110,18 +112,20 @@ class CudaDecoder:
         def rows(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=self.dtype, device=self.memory)
 
+        normed = inputs(tokens, config.hidden_size)
         return Buffers(
             x=rows(config.hidden_size),
             projected=rows(config.hidden_size if config.post_norms else 0),
             qkv=rows(config.q_size + 2 * config.kv_size),
-            normed=inputs(tokens, config.hidden_size),
+            normed=normed,
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
+            hidden=normed.first(tokens, self._linear.head_layout(tokens)),
         )
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
-        return buffers.first(tokens, self._linear.tiles(tokens))
+        return buffers.first(tokens, self._linear.layout(tokens), self._linear.head_layout(tokens))
 
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""
@@ -148,7 +152,8 @@ class CudaDecoder:
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
         picked = hidden.values[rows]
-        inputs = self._linear.inputs(len(picked), picked.shape[1])
+        layout = self._linear.head_layout(len(picked))
+        inputs = Activations.empty(len(picked), picked.shape[1], layout, self.dtype, self.memory)
         self._vectors.arrange(picked, inputs)
         return inputs
 

@@ -91,7 +91,7 @@ class _Pool(ctypes.Structure):
 
 
 class _Cache(ctypes.Structure):
-    _fields_ = _Pool._fields_[:-1]
+    _fields_ = (*_Pool._fields_[:-3], _Pool._fields_[-2])
 
 
 class _Rotation(ctypes.Structure):
@@ -171,6 +171,7 @@ class AttentionKernels:
             "FLOAT16": self._is_float16,
             "DIM": layer.head_dim,
             "KV8": int(layer.is_int8),
+            "BLOCK": layer.block_size,
             "SOFTCAP": int(scoring.softcap is not None),
         }
         kernel = self._device.kernel("attention.cu", "attention", constants)
@@ -185,9 +186,11 @@ class AttentionKernels:
         )
         scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
         scratch = (pointer(self._workspace), pointer(self._counters))
-        numbers = (ctypes.c_int(out.tiles), ctypes.c_int(first_row))
-        arguments = (queries, _Cache(*_places(layer)[:-1]), scores, pointer(out.values), *numbers, *scratch)
-        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments)
+        numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
+        places = _places(layer)
+        arguments = (queries, _Cache(*places[:-3], places[-2]), scores, pointer(out.values), *numbers, *scratch)
+        shared_bytes = _shared_bytes(layer)
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
     def reserve(self, num_sequences: int, queries: int, layer: PagedLayer, group: int) -> None:
         """Scratch for steps of up to this size, made once, since recorded steps keep its address."""
@@ -210,3 +213,9 @@ def _places(layer: PagedLayer) -> tuple[int, ...]:
     return (
         layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads, int(layer.is_int8)
     )  # fmt: skip
+
+
+def _shared_bytes(layer: PagedLayer) -> int:
+    """What the warps of a block keep on its way: keys and values of some turns."""
+    stages = 2 if layer.head_dim > 128 else 3
+    return WARPS * stages * 2 * TURN_KEYS * layer.head_dim * (1 if layer.is_int8 else 2)

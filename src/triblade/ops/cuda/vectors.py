@@ -54,7 +54,7 @@ class VectorKernels:
 
     def arrange(self, x: Tensor, out: Activations) -> None:
         """out = x [T, C] in the layout of inputs of products."""
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.tiles))
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.layout))
         self._launch("arrange", (x.shape[0], 1, 1), 128, [pointer(x), pointer(out.values), *numbers])
 
     def rms_norm(
@@ -63,7 +63,7 @@ class VectorKernels:
         """out [T, C] = norm(x) * weight; with `added` (y [T, C], its norm's weight) x += norm(y) * weight comes first, in place."""
         y, y_weight = added or (None, None)
         arguments = [pointer(t) for t in (x, y, y_weight, weight, out.values)]
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.tiles))
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.layout))
         self._launch("rms_norm", (x.shape[0], 1, 1), NORM_THREADS, [*arguments, *numbers])
 
     def best_token(self, logits: Tensor, vocabulary: int, softcap: float | None, out: Tensor) -> None:

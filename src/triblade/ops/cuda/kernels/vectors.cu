@@ -26,10 +26,10 @@ DEVICE u32x4 pack8(const float (&x)[8]) {
 #define NORM_THREADS 256
 #define NORM_LOADS 4  // of 8 numbers per thread kept in registers: rows up to 8192
 
-// x [tokens, width]: out = norm(x) * weight, in the layout `token_tiles` (`unit_at`). With `added`: x += norm(added) * added_weight first, which is stored.
+// x [tokens, width]: out = norm(x) * weight, in the layout `layout` (layout.cuh). With `added`: x += norm(added) * added_weight first, which is stored.
 // Grid: tokens.
 KERNEL __launch_bounds__(NORM_THREADS) rms_norm(u32x4* x, const u32x4* added, const f32x4* added_weight, const f32x4* weight, u32x4* out,
-                                                int width, float eps, int token_tiles) {
+                                                int width, float eps, int layout) {
   let_next_start();
   wait_for_previous();
   const int loads = width / 8;
@@ -75,16 +75,16 @@ KERNEL __launch_bounds__(NORM_THREADS) rms_norm(u32x4* x, const u32x4* added, co
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = kept[n][j] * factor * w[j];
-    out[unit_at(blockIdx.x, i, loads, token_tiles)] = pack8(v);
+    store_unit(out, blockIdx.x, i, loads, layout, pack8(v));
   }
 }
 
-// Rows of x [tokens, width] in the layout `token_tiles`. Grid: tokens.
-KERNEL arrange(const u32x4* x, u32x4* out, int width, int token_tiles) {
+// Rows of x [tokens, width] in the layout `layout`. Grid: tokens.
+KERNEL arrange(const u32x4* x, u32x4* out, int width, int layout) {
   let_next_start();
   wait_for_previous();
   for (int i = threadIdx.x; i < width / 8; i += blockDim.x)
-    out[unit_at(blockIdx.x, i, width / 8, token_tiles)] = x[(u64)blockIdx.x * (width / 8) + i];
+    store_unit(out, blockIdx.x, i, width / 8, layout, x[(u64)blockIdx.x * (width / 8) + i]);
 }
 
 // out [tokens, width] = table [ids] * scale. Grid: tokens; an id outside the table (a place that no request takes) gives row 0.
