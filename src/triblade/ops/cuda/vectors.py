@@ -79,7 +79,7 @@ class VectorKernels:
         arguments = [pointer(t) for t in (best, *inputs.unbind(0), tables, num_blocks)]
         numbers = (tables.shape[1], block_size, rows)
         grid = (-(-rows // 128), 1, 1)
-        self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)])
+        self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)], overlaps=False)
 
     def _launch(self, name: str, grid: Grid, threads: int, arguments: list[object], *, overlaps: bool = True) -> None:
         kernel = self._device.kernel("vectors.cu", name, self._constants)
