@@ -63,6 +63,7 @@ class Model:
             head_dim=config.head_dim,
             block_size=BLOCK,
             codec=codec,
+            arrangement="heads",
         )
         self.weights = random_weights(config, weights, memory)
         blocks = self.layout.blocks_for(context) * num_sequences + 1
@@ -101,7 +102,7 @@ def compute(executor: StepExecutor, requests: Sequence[Request], size: int) -> T
 
 
 def verify(name: str, weights: Weights, codec: str, count: int = 3) -> float:
-    """Relative difference of logits from the reference backend, over two layers: chunks, then recorded steps of `count` sequences."""
+    """Relative difference of logits from the reference backend, over two layers: chunks, then steps of `count` sequences."""
     config = replace(shape(name), num_layers=2, layers=shape(name).layers[:2])
     model = Model(config, weights, count + 1, 640, codec)
     dense = dense_weights(model.weights)

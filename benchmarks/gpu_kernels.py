@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import CudaDevice
-from triblade.ops.cuda.linear import STREAMED_TOKENS, WIDE, Activations, LinearKernels
+from triblade.ops.cuda.linear import STREAMED_TOKENS_DENSE, WIDE, Activations, LinearKernels
 from triblade.ops.cuda.linear import Product as LinearProduct
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 from triblade.ops.cuda.tilings import Tiling, WideTiling, key_of, wide_tilings
@@ -116,11 +115,10 @@ def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:
 
 def wide_candidates(matrix: DeviceMatrix, columns: int) -> Iterator[WideTiling]:
     """The same for the warpgroups' instruction."""
-    depths = (2,) if matrix.bits == DENSE_BITS else (2, 4, 8)
-    for cut, depth in itertools.product(wide_tilings(matrix, columns), depths):
+    for cut, ahead in itertools.product(wide_tilings(matrix, columns), (3, 4)):
         blocks = -(-matrix.rows // (TILE_ROWS * cut.block_tiles)) * cut.splits
-        if blocks >= 66 and (cut.splits == 1 or blocks <= 132 * 8) and depth * cut.groups <= 20:
-            yield replace(cut, depth=depth)
+        if blocks >= 66 and (cut.splits == 1 or blocks <= 132 * 4):
+            yield replace(cut, ahead=ahead)
 
 
 def error(x: Tensor, matrix: DeviceMatrix, out: Tensor, dense: Tensor) -> float:
@@ -150,10 +148,10 @@ class Bench:
             while sum(m.nbytes for m in copies) < CACHE_BYTES:
                 copies.append(self.matrix(product))
             self.linear.reserve(copies[:1])
-            self.linear.streamed_tokens = STREAMED_TOKENS
             self.linear._partial = torch.empty(2**26, device=self.memory)
             for count in tokens:
-                yield self.product(product, copies, count, tune)
+                if product.kind != "bf16" or count <= STREAMED_TOKENS_DENSE:
+                    yield self.product(product, copies, count, tune)
             if product.kind == "bf16":
                 for count in LIBRARY_TOKENS:
                     yield self.library(product, copies, count)
@@ -207,7 +205,7 @@ class Bench:
                 self.linear.stream(LinearProduct(inputs, copies[number % len(copies)], out), cut)
 
             found.append((time_us(launch), cut))
-        library = time_us(partial(torch.mm, x, dense.T), 16)
+        library = time_us(lambda _: torch.mm(x, dense.T), 16)
         used = found[0][0]
         found.sort(key=lambda pair: pair[0])
         best_us, best = found[0]
@@ -232,7 +230,7 @@ class Bench:
 
     def attention(self, codec: str, context: int, count: int) -> dict[str, Any]:
         """Rotation with cache write, and attention, per layer of Qwen2-7B."""
-        layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec)
+        layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec, arrangement="heads")
         width = layout.blocks_for(context)
         cache = KVCache(layout, width * count, torch.bfloat16, self.memory)
         for layer in range(4):

@@ -75,15 +75,15 @@ PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
 ]
 
 
-# The same with (warpgroups, token tiles, depth, blocks, splits).
+# The same with (warpgroups, token tiles, turns ahead, blocks, splits).
 WIDE_PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
     ("4g128", 72, 33, (1, 8, 4, 1, 1), BF16, None),  # fewer rows than four warps have, in part
-    ("4g64", 192, 17, (2, 4, 2, 1, 1), BF16, "silu"),  # a block without rows of its own
-    ("4g32o", 80, 64, (1, 8, 2, 1, 2), BF16, None),  # blocks share the inputs
+    ("4g64", 192, 17, (2, 4, 3, 1, 1), BF16, "silu"),  # a block without rows of its own
+    ("4g32o", 80, 64, (1, 8, 3, 1, 2), BF16, None),  # blocks share the inputs
     ("4g128o", 64, 40, (1, 8, 4, 1, 1), F16, "gelu_tanh"),
-    ("8g128", 48, 20, (1, 4, 2, 1, 1), BF16, None),
-    ("8g32o", 64, 30, (1, 4, 2, 1, 1), F16, "silu"),
-    ("dense", 72, 50, (1, 8, 2, 1, 4), BF16, None),
+    ("8g128", 48, 20, (1, 4, 3, 1, 1), BF16, None),
+    ("8g32o", 64, 30, (1, 4, 4, 1, 1), F16, "silu"),
+    ("4g128", 72, 50, (1, 8, 3, 1, 3), BF16, None),  # one turn for each split
     ("4g64", 144, 70, (3, 8, 4, 1, 1), BF16, None),  # two slabs of tokens
 ]
 
@@ -124,7 +124,8 @@ def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice, toke
     ordered, inner = kernels.inputs(tokens, 128), kernels.inputs(tokens, 128)
     vectors.arrange(x, ordered)
     kernels.multiply(ordered, packed, inner)
-    head, head_weight, head_bias = matrix_of("dense", 40, 128, BF16, is_gated=False)
+    kind = "dense" if tokens <= 16 else "4g64"
+    head, head_weight, head_bias = matrix_of(kind, 40, 128, BF16, is_gated=False)
     logits = torch.full((tokens, 40), torch.nan)
     kernels.multiply(inner, head, logits)
     middle = ReferenceBackend().gated_activation(F.linear(x.float(), weight, bias), "silu").to(BF16)
@@ -211,7 +212,12 @@ def test_attention(device: EmulatedDevice, case: Case) -> None:
 def filled_caches(case: Case) -> tuple[list[KVCache], Tensor]:
     """Two caches with the same history in scattered blocks, and the block tables."""
     layout = KVLayout(
-        num_layers=2, num_kv_heads=case.groups, head_dim=case.dim, block_size=case.block, codec=case.codec
+        num_layers=2,
+        num_kv_heads=case.groups,
+        head_dim=case.dim,
+        block_size=case.block,
+        codec=case.codec,
+        arrangement="heads",
     )
     counts = [layout.blocks_for(n) for n in case.lengths]
     caches = [KVCache(layout, sum(counts) + 1, case.dtype) for _ in range(2)]
@@ -260,7 +266,7 @@ def reference_attention(
 def test_places_that_nobody_takes_change_nothing(device: EmulatedDevice) -> None:
     """A recorded step is wider than its sequences."""
     torch.manual_seed(5)
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, codec="bfloat16")
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, codec="bfloat16", arrangement="heads")
     cache = KVCache(layout, 2, BF16)
     before = cache.pool.clone()
     nobody = torch.full((2,), -1, dtype=torch.int32)

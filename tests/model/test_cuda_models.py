@@ -140,8 +140,8 @@ def test_steps_run_ahead(folder: Path) -> None:
 
 
 def test_requests_leave_a_chain_of_steps(folder: Path) -> None:
-    """Those that stay find their step under way, in whatever order; nothing is computed for nothing but the last step. What a request
-    that left still wrote is behind its end."""
+    """Those that stay find their step under way, in whatever order; nothing is computed for nothing but the last step.
+    What a request that left still wrote is behind its end."""
     model = cuda_tiny("qwen2", num_hidden_layers=2)
     config = config_of(model)
     launched, recorded = (

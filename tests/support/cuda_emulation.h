@@ -231,6 +231,8 @@ DEVICE void multiply_wide(float (&c)[TILES][4], const u32 (&a)[4], Operand b) {
 }
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
+template <int LEFT>
+DEVICE void wait_for_products() {}
 
 // A barrier in 64 bits: how many arrivals a phase expects, how many are missing, and how many phases are over. Copies take no time.
 struct Barrier {

@@ -1,8 +1,8 @@
 """The CUDA kernels as a `StepExecutor`: decode steps are recorded once per size as CUDA graphs and replayed ahead of the host.
 
 1. `forward` writes the step's inputs and replays the graph of the smallest recorded size (`cuda_steps`).
-2. `score` waits for the tokens. Where every sequence takes its best one, the next step is started at once; and when `forward` then
-   asks for exactly that step, the one after it as well, so that the device never waits for the host.
+2. `score` waits for the tokens. Where every sequence takes its best one, the next step is started at once; and when
+   `forward` then asks for exactly that step, the one after it as well, so that the device never waits for the host.
 3. A step that was started ahead is right for the sequences that go on with their best tokens; those that ended leave it. If anything
    else is asked for, it was computed for nothing, and the step begins from the host's inputs.
 Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling.
@@ -52,7 +52,7 @@ class CudaExecutor:
     Args:
         config: the model.
         weights: packed, on the device.
-        cache: arrangement "tokens", on the device.
+        cache: arrangement "heads", on the device.
         context_length: longest sequence.
         vocab_size: tokens that may be chosen.
         device: runs kernels. With a cache in main memory (tests) nothing is recorded.

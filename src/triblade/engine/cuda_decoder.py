@@ -52,16 +52,20 @@ class Buffers:
     inner: Activations  # [T, I]
     hidden: Activations  # [T, C] for the head, in the memory of `normed`
 
-    def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
+    def first(self, tokens: int, linear: LinearKernels) -> Buffers:
         """The same memory for fewer tokens."""
+
+        def part(inputs: Activations) -> Activations:
+            return inputs.first(tokens, linear.layout(tokens, inputs.values.shape[1]))
+
         return Buffers(
             x=self.x[:tokens],
             projected=self.projected[:tokens],
             qkv=self.qkv[:tokens],
-            normed=self.normed.first(tokens, layout),
-            mixed=self.mixed.first(tokens, layout),
-            inner=self.inner.first(tokens, layout),
-            hidden=self.normed.first(tokens, head_layout),
+            normed=part(self.normed),
+            mixed=part(self.mixed),
+            inner=part(self.inner),
+            hidden=self.normed.first(tokens, linear.dense_layout(tokens, self.normed.values.shape[1])),
         )
 
 
@@ -71,7 +75,7 @@ class CudaDecoder:
     Args:
         config: the model.
         weights: packed; the embedding and the norms are dense.
-        cache: keys and values, arrangement "tokens".
+        cache: keys and values, arrangement "heads".
         context_length: positions of the rope tables.
         device: runs kernels.
         max_rows: most rows of `choose`.
@@ -94,7 +98,7 @@ class CudaDecoder:
         self._ropes = [rope_table(rope, context_length, self.memory) for rope in config.ropes]
         self._layers = [paged_layer(cache, index) for index in range(config.num_layers)]
         self._linear = LinearKernels(device, self.dtype, self.memory)
-        self._linear.reserve(self.matrices())
+        self._linear.reserve(self.matrices()[:-1], weights.head)
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
         # The scale is rounded to the weights' type first, as the models that have one were trained.
@@ -120,12 +124,12 @@ class CudaDecoder:
             normed=normed,
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
-            hidden=normed.first(tokens, self._linear.head_layout(tokens)),
+            hidden=normed.first(tokens, self._linear.dense_layout(tokens, config.hidden_size)),
         )
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
-        return buffers.first(tokens, self._linear.layout(tokens), self._linear.head_layout(tokens))
+        return buffers.first(tokens, self._linear)
 
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""
@@ -152,7 +156,7 @@ class CudaDecoder:
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
         picked = hidden.values[rows]
-        layout = self._linear.head_layout(len(picked))
+        layout = self._linear.dense_layout(*picked.shape)
         inputs = Activations.empty(len(picked), picked.shape[1], layout, self.dtype, self.memory)
         self._vectors.arrange(picked, inputs)
         return inputs

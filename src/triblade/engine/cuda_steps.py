@@ -1,10 +1,11 @@
 """Recorded decode steps: CUDA graphs with fixed places for their inputs, replayed one after the other without the host.
 
-A step of S sequences with Q tokens each goes from token ids to logits and the best tokens; places that no sequence takes have negative
-slots. `begin` writes inputs and replays; `follow`, for one token each, has the device turn the best tokens into the next inputs and
-replays again, while earlier steps still run. A sequence that leaves is taken off its place before the next
-`follow`: what the step under way still writes for it lies behind its end, in blocks that were its own, before anything that follows
-in the stream. Knows no sampling. Invariant: recorded steps only touch memory that lives as long as this.
+A step of S sequences with Q tokens each goes from token ids to logits and the best tokens; places that no sequence takes
+have negative slots. `begin` writes inputs and replays; `follow`, for one token each, has the device turn the best tokens
+into the next inputs and replays again, while earlier steps still run. A sequence that leaves is taken off its place before
+the next `follow`: what the step under way still writes for it lies behind its end, in blocks that were its own, before
+anything that follows in the stream. Knows no sampling. Invariant: recorded steps only touch memory that lives as long as
+this.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ LEAST_CAPABILITY = (
     9,
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
-MOST_SHARED_BYTES = 176 * 1024  # that a launch may ask for, beside what a kernel declares itself
-_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_MAX_DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
+SHARED_CARVEOUT = 100  # per cent of the first-level cache; the same for all kernels, since a multiprocessor must be empty to change it
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -97,10 +97,11 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Kernel:
     name: str
     function: ctypes.c_void_p
+    most_shared_bytes: int = 0  # that launches may ask for
 
 
 class CudaDevice:
@@ -161,6 +162,9 @@ class CudaDevice:
             attributes=ctypes.pointer(self._attribute),
             num_attributes=int(overlaps),
         )
+        if shared_bytes > kernel.most_shared_bytes:
+            kernel.most_shared_bytes = shared_bytes
+            self._driver.cuFuncSetAttribute(kernel.function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
         if code:
             raise RuntimeError(f"CUDA kernel {kernel.name} was not launched: error {code}, grid {grid}")
@@ -195,7 +199,7 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             error = self._driver.cuModuleLoadData(ctypes.byref(module), code)
         error = error or self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        error = error or self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, MOST_SHARED_BYTES)
+        error = error or self._driver.cuFuncSetAttribute(function, _SHARED_CARVEOUT, SHARED_CARVEOUT)
         if error:
             raise RuntimeError(f"CUDA kernel {name} was not loaded: error {error}")
         self._modules.append(module)

@@ -53,7 +53,7 @@ DEVICE void half_pairs(u32 bytes, u32& first, u32& second) {
   second = fma2<true>(permute(biased, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
 }
 
-// Where a sequence's keys and values of one head are: items `token * heads + head` of planes of its blocks.
+// Where a sequence's keys and values of one head are: items `head * BLOCK + token` of planes of its blocks.
 struct Stretch {
   Cache cache;
   const int* table;
@@ -76,7 +76,7 @@ DEVICE Place place_of(const Stretch& in, int block, int first, int offset) {
   const int key = first + offset < in.stop ? first + offset : first, token = key % BLOCK;
   block = in.table[key / BLOCK];
 #endif
-  return Place{in.cache.pool + block * in.cache.row_bytes, (u64)token * in.cache.heads + in.head};
+  return Place{in.cache.pool + block * in.cache.row_bytes, (u64)in.head * BLOCK + token};
 }
 
 #if KV8

@@ -80,8 +80,8 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 NT tokens, asynchronous between `begin_products` and
-// `end_products`. The first operand and the sums are as in `multiply`; the second one is in shared memory: 8 tokens by 8 inputs (128
+// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 NT tokens. They run by themselves: those between `begin_products`
+// and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums are as in `multiply`; the second one is in shared memory: 8 tokens by 8 inputs (128
 // bytes) after another, the two halves of 16 inputs `inputs_apart` bytes and the tiles of tokens `tokens_apart` bytes apart.
 typedef u64 Operand;
 
@@ -124,9 +124,10 @@ DEVICE void multiply_wide(float (&c)[8][4], const u32 (&a)[4], Operand b) {
 }
 
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void end_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
 // Barriers in shared memory that count arrivals and bytes; phases 0, 1, 0, ... end when all that is expected has come.
@@ -147,8 +148,8 @@ DEVICE void wait_for_phase(u64* barrier, u32 phase) {
       : "memory");
 }
 
-// Copies that run by themselves. In bulk, by one thread, with a barrier that counts the bytes; or 16 bytes of each thread for itself (zeros
-// where nothing exists), of which `wait_for_copies<N>` leaves the last N groups on their way.
+// Copies that run by themselves. In bulk, by one thread, with a barrier that counts the bytes; or 4, 8 or 16 bytes of each thread for itself
+// (zeros where nothing exists), of which `wait_for_copies<N>` leaves the last N groups on their way.
 DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
@@ -160,7 +161,7 @@ DEVICE void copy_own(void* shared, const void* global, bool exists) {
   if (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(read) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(read) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(read) : "memory");
 }
 DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>

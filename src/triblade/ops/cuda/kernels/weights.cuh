@@ -221,17 +221,24 @@ DEVICE bool sum_over_blocks(Sums& sums, f32x4* partial, u32* counter, int first_
       }
   if (!is_last_block(counter, splits)) return false;
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < ROWS; r++) {
+    if (!has_sums || first_tile + r >= tiles) continue;
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      float total[4] = {};
-      for (int k = 0; k < splits && has_sums && first_tile + r < tiles; k++) {
-        const f32x4 other = partial[(((u64)k * tiles + first_tile + r) * NT + n) * 32 + lane];
-        total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums.total[r][n][i] = 0.0f;
+    for (int k = 0; k < splits; k++) {  // outside, so that the loads of all n are on their way together
+      const f32x4* others = partial + (((u64)k * tiles + first_tile + r) * NT) * 32 + lane;
+      f32x4 other[NT];
+#pragma unroll
+      for (int n = 0; n < NT; n++) other[n] = others[n * 32];
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float(&total)[4] = sums.total[r][n];
+        total[0] += other[n].x, total[1] += other[n].y, total[2] += other[n].z, total[3] += other[n].w;
       }
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums.total[r][n][i] = total[i];
     }
+  }
   return true;
 }
 
