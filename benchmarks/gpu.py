@@ -123,7 +123,8 @@ def verify(name: str, weights: Weights, codec: str, count: int = 3) -> float:
     worst = float(((ours - expected).norm(dim=1) / expected.norm(dim=1)).max())  # of a row
     best = float((ours.argmax(-1) == expected.argmax(-1)).float().mean())
     print(
-        f"verify {name} {weights} {codec} {count}: {' '.join(f'{e:.2e}' for e in each)}; worst row {worst:.1e}, same best token {best:.3f}",
+        f"verify {name} {weights} {codec} {count}: {' '.join(f'{e:.2e}' for e in each)}; "
+        f"worst row {worst:.1e}, same best token {best:.3f}",
         flush=True,
     )
     return max(each)
@@ -159,7 +160,7 @@ def replay_ms(model: Model, batch: int, context: int, steps: int = 24) -> tuple[
         model.executor.score(range(batch), with_logits=True)
         whole.append(time.perf_counter() - start)
     recorded = model.executor._steps.recorded
-    graph = next(step.graph for (size, queries), step in recorded.items() if size >= batch and queries == 1)
+    graph = next(recorded[key].graph for key in sorted(recorded) if key[0] >= batch and key[1:] == (1, False))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -205,8 +206,12 @@ def generate(model: Model, batch: int, prompt: int, new: int) -> dict[str, float
     engine.add([r for tokens in ids for r in engine.prepare(tokens, params)])
     count, first, first_count = 0, 0.0, 0
     answered: set[int] = set()
+    step_s: list[float] = []
     while engine.has_work:
+        begun = time.perf_counter()
         outputs = engine.step()
+        if first:
+            step_s.append(time.perf_counter() - begun)
         count += sum(len(output.token_ids) for _, output in outputs)
         answered |= {asked.number for asked, output in outputs if output.token_ids}
         if not first and len(answered) == batch:  # every prompt is computed
@@ -218,6 +223,7 @@ def generate(model: Model, batch: int, prompt: int, new: int) -> dict[str, float
         "prefill_tokens_per_s": batch * prompt / first,
         "decode_tokens_per_s": (count - first_count) / rest,
         "ms_per_token": rest / steps * 1000,
+        "median_step_ms": statistics.median(step_s) * 1000,
         "tokens_per_s": count / (first + rest),
     }
 
@@ -267,7 +273,7 @@ def measure(
         lines.append(line)
         print(
             f"{name} {weights} B={batch:3}: {figures['decode_tokens_per_s']:9,.0f} tok/s ({figures['ms_per_token']:.3f} ms/token), "
-            f"step {step_ms:.3f} ms, with host {whole_ms:.3f}, "
+            f"median {figures['median_step_ms']:.3f}, step {step_ms:.3f} ms, with host {whole_ms:.3f}, "
             f"limit {limit_ms:.3f} ({limit_ms / figures['ms_per_token']:.0%}); "
             f"prefill {figures['prefill_tokens_per_s']:,.0f} tok/s, first {figures['first_s'] * 1000:.0f} ms; "
             f"recorded in {record_s:.1f} s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from emulated_device import EmulatedDevice
 from torch import Tensor
 
 from triblade.engine.cuda_decoder import paged_layer
+from triblade.engine.cuda_steps import write_draws
+from triblade.engine.executor import GREEDY, Draw
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.models.decoder import window_mask
@@ -25,6 +28,8 @@ from triblade.ops.cuda.tilings import Tiling, WideTiling
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
+from triblade.sampling_params import SamplingParams
+from triblade.spec.sampler import Sampler, SamplerRow
 
 BF16, F16 = torch.bfloat16, torch.float16
 ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order or offset is above 0.1
@@ -325,13 +330,50 @@ def test_best_token(device: EmulatedDevice) -> None:
     torch.testing.assert_close(capped[4, :990], torch.tanh(logits[4, :990] / 3) * 3)
 
 
+def test_drawn_tokens(device: EmulatedDevice) -> None:
+    """Those of the sampler, seed for seed; greedy rows and rows that are not finite keep their best token."""
+    torch.manual_seed(9)
+    count, vocabulary = 40, 990
+    logits = torch.randn(count, 1000) * 3
+    logits[3, 17] = torch.nan
+    params = [
+        SamplingParams(temperature=(0.0, 0.6, 1.0, 1.7)[n % 4], min_p=(0.0, 0.05)[n % 3 == 0]) for n in range(count)
+    ]
+    seeds = [2**63 + 12345 * n for n in range(count)]
+    rows = [
+        SamplerRow(
+            params=p, seed=seed, position=n, prompt_token_ids=[], output_token_ids=[], stop_token_ids=frozenset()
+        )
+        for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
+    ]
+    expected = Sampler(vocabulary).sample(logits, rows).token_ids
+    kernels = VectorKernels(device, BF16, CPU, count)
+    kernels.reserve_draws(vocabulary)
+    best, columns = torch.empty(count, dtype=torch.int32), np.zeros((5, count), dtype=np.int32)
+    kernels.best_token(logits, vocabulary, None, best)
+    greedy = best.tolist()
+    draws = [
+        Draw(seed, n, p.temperature, p.min_p) if p.temperature else GREEDY
+        for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
+    ]
+    write_draws(columns, draws)
+    kernels.draw_token(logits, vocabulary, torch.from_numpy(columns), best)
+    assert best[3] == -1
+    expected[3] = -1
+    assert best.tolist() == expected
+    assert sum(a != b for a, b in zip(best.tolist(), greedy, strict=True)) > count / 4
+    assert not kernels._counters.any()
+
+
 def test_inputs_of_the_next_step(device: EmulatedDevice) -> None:
     """Going on, at the end of a block, without room, without a token, and nobody."""
     tables = torch.tensor([[3, 5], [4, 1], [2, 0], [6, 7], [0, 0]], dtype=torch.int32)
     inputs = torch.tensor([[9] * 5, [4, 7, 7, 2, -1], [28, 39, 23, 50, -1]], dtype=torch.int32)
     best = torch.tensor([11, 12, 13, -1, 14], dtype=torch.int32)
     num_blocks = torch.tensor([2, 2, 1, 2, 0], dtype=torch.int32)
-    VectorKernels(device, BF16, CPU, 8).advance(best, inputs, tables, num_blocks, 8)
+    drawn = torch.arange(5, dtype=torch.int32)
+    VectorKernels(device, BF16, CPU, 8).advance(best, inputs, tables, num_blocks, 8, drawn)
+    assert drawn.tolist() == [1, 2, 3, 4, 4]
     assert inputs[1].tolist() == [5, 8, -1, -1, -1]
     assert inputs[2].tolist() == [29, 8, -1, -1, -1]
     assert inputs[0, :2].tolist() == [11, 12]

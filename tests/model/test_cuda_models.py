@@ -24,10 +24,13 @@ from tiny import prompt
 
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
 from triblade.engine.request import Request
+from triblade.engine.runner import ModelRunner
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.models.config import model_config
 from triblade.ops.cuda.packing import unpack
 from triblade.quant.device_weights import DeviceReader, device_bytes
+from triblade.sampling_params import SamplingParams
+from triblade.spec.sampler import Sampler
 
 IDS = prompt(30)
 BOUND = 6e-2  # of bfloat16's roundings in a model of three layers
@@ -200,6 +203,38 @@ def test_logits_of_a_step_that_was_overtaken(folder: Path) -> None:
         scores = executor.score([1, 0], with_logits=True)
         assert scores.logits is not None
         results.append((tokens, scores.best, scores.logits.tolist()))
+    assert results[0] == results[1]
+
+
+class Undrawn:
+    """An executor that leaves drawing to the host."""
+
+    def __init__(self, executor: Any) -> None:
+        self.forward, self.score, self.max_rows = executor.forward, executor.score, executor.max_rows
+
+
+def test_drawn_tokens_run_ahead_as_well(folder: Path) -> None:
+    """Requests with temperatures and without, from their prompts on: the host's tokens, seed for seed, step behind step."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    results = []
+    for draws in (False, True):
+        executor = cuda_executor(model.source, config, folder, kind=RecordingExecutor)
+        runner = ModelRunner(executor if draws else Undrawn(executor), Sampler(config.vocab_size))  # type: ignore[arg-type]
+        requests = [sequence(number, ids) for number, ids in enumerate(prompts((7, 12, 20)))]
+        for request, temperature in zip(requests, (0.8, 0.0, 1.2), strict=True):
+            request.params, request.seed = SamplingParams(temperature=temperature, min_p=0.01), request.number + 2**62
+        for step in range(10):
+            sizes = [r.num_tokens - r.num_computed_tokens for r in requests]
+            before = executor.replays
+            for result in runner.execute([ScheduledRequest.next(r, n) for r, n in zip(requests, sizes, strict=True)]):
+                result.request.num_computed_tokens += result.item.num_tokens
+                result.request.append(result.token_ids[0])
+            if step > 1:
+                assert executor.replays - before == 1
+        assert executor._now is not None
+        assert (executor._now.number > 5) == draws
+        results.append([request.output_token_ids for request in requests])
     assert results[0] == results[1]
 
 

@@ -276,10 +276,10 @@ DEVICE u32 load_once(const u32* p) { return *p; }
 template <typename N>
 DEVICE N shuffle(N value, int from) {
   emulation::Warp& warp = emulation::warp();
-  memcpy(&warp.words[emulation::current & 31][0], &value, 4);
+  memcpy(warp.words[emulation::current & 31], &value, sizeof value);
   emulation::warp_barrier();
   N other;
-  memcpy(&other, &warp.words[from][0], 4);
+  memcpy(&other, warp.words[from], sizeof other);
   emulation::warp_barrier();
   return other;
 }

@@ -86,10 +86,10 @@ class Replayed:
 class RecordingSteps(RecordedSteps):
     """Recorded steps without a GPU."""
 
-    def _record(self, size: int, queries: int) -> Recorded:
+    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
         inputs = self._inputs(size, queries)
         self._decoder.reserve(size, queries)
-        return Recorded(Replayed(lambda: self._run(inputs, queries)), inputs, queries)
+        return Recorded(Replayed(lambda: self._run(inputs, queries, draws)), inputs, queries, draws)
 
 
 class RecordingExecutor(CudaExecutor):

@@ -3,8 +3,8 @@
 1. `forward` writes the step's inputs and replays the graph of the smallest recorded size (`cuda_steps`).
 2. `score` waits for the tokens. Where every sequence takes its best one, the next step is started at once; and when
    `forward` then asks for exactly that step, the one after it as well, so that the device never waits for the host.
-3. A step that was started ahead is right for the sequences that go on with their best tokens; those that ended leave it. If anything
-   else is asked for, it was computed for nothing, and the step begins from the host's inputs.
+3. A step that was started ahead is right for the sequences that go on with their best tokens; those that ended leave it.
+   If anything else is asked for, it was computed for nothing, and the step begins from the host's inputs.
 Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from triblade.engine.batch import StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
-from triblade.engine.cuda_steps import Flight, RecordedSteps, blocks_of, slots_of
-from triblade.engine.executor import Scores
+from triblade.engine.cuda_steps import Flight, RecordedSteps, blocks_of, slots_of, write_draws
+from triblade.engine.executor import Draw, Scores
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights
@@ -87,6 +87,8 @@ class CudaExecutor:
         self._rows: list[int] = []  # of it, item by item
         self._next: Flight | None = None  # the step after it, if it was started
         self._best_now: list[int] | None = None  # its best tokens, once they were waited for
+        self._draws: Sequence[Draw] | None = None  # of the step
+        self._launched_draws: dict[int, Draw] = {}  # of the last step, by row, if it was launched
         self._runs_ahead = True  # whether the step after the last one is likely to be asked for
 
     @property
@@ -99,6 +101,10 @@ class CudaExecutor:
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return MOST_ROWS
+
+    def expect_draws(self, draws: Sequence[Draw] | None) -> None:
+        """See `DrawsTokens`."""
+        self._draws = draws
 
     @torch.inference_mode()
     def forward(self, items: Sequence[StepItem]) -> None:
@@ -128,8 +134,8 @@ class CudaExecutor:
             return self._score_launched(rows, with_logits)
         if with_logits and self._next is not None:  # which takes the place of this one's logits
             self._next = None
-            size = len(self._now.recorded.inputs.num_blocks)
-            self._begin(self._items, size)
+            self._draws = None
+            self._begin(self._items, len(self._now.recorded.inputs.num_blocks))
         everything = self._best_now = self._steps.best(self._now)
         index = [self._rows[row] for row in rows]
         best = [everything[row] for row in index]
@@ -154,12 +160,14 @@ class CudaExecutor:
         )
 
     def _begin(self, items: Sequence[StepItem], size: int) -> None:
-        self._now, self._items, self._best_now = self._steps.begin(items, size), items, None
+        self._now, self._items, self._best_now = self._steps.begin(items, size, self._draws), items, None
         self._rows = list(range(len(items) * items[0].num_tokens))
 
     def _expected(self, items: Sequence[StepItem]) -> list[int] | None:
         """The rows of these items in the step after the last one, if each goes on there with its best token."""
         if self._now is None or self._best_now is None or self._now.recorded.queries != 1:
+            return None
+        if self._now.recorded.draws != (self._draws is not None):
             return None
         places, number, best = self._now.places, self._now.number + 1, self._best_now
         rows = []
@@ -192,6 +200,10 @@ class CudaExecutor:
         for _, members in groupby(items, key=lambda item: item.num_tokens):
             groups.append(self._group(list(members), row, flat))
             row = groups[-1].rows.stop
+        self._launched_draws = {}
+        if self._draws is not None:
+            ends = np.cumsum([item.num_tokens for item in items]) - 1
+            self._launched_draws = dict(zip(ends.tolist(), self._draws, strict=True))
         buffers = decoder.part_of(self._steps.buffers, row) if row <= MOST_ROWS else decoder.buffers(row)
         everyone = Sequences(positions=flat[1], slots=flat[2], tables=groups[0].sequences.tables, queries=1)
         hidden = torch.empty(row, decoder.config.hidden_size, dtype=decoder.dtype, device=self._memory)
@@ -222,6 +234,15 @@ class CudaExecutor:
             index = torch.tensor(list(rows[start : start + MOST_ROWS])).to(self._memory)
             logits, chosen = self._logits[: len(index)], self._best[: len(index)]
             self._decoder.logits(self._decoder.rows(self._hidden, index), logits)
-            self._decoder.choose(logits, self._vocab_size, chosen)
+            draws = None if with_logits else self._draws_of(rows[start : start + MOST_ROWS])
+            self._decoder.choose(logits, self._vocab_size, chosen, draws)
             best += chosen.tolist()
         return Scores(best, self._logits[: len(rows), : self._vocab_size] if with_logits else None)
+
+    def _draws_of(self, rows: Sequence[int]) -> Tensor | None:
+        """How rows of a launched step go on."""
+        if not self._launched_draws:
+            return None
+        columns = np.zeros((vectors.DRAW_COLUMNS, len(rows)), dtype=np.int32)
+        write_draws(columns, [self._launched_draws[row] for row in rows])
+        return torch.from_numpy(columns).to(self._memory)

@@ -101,6 +101,7 @@ class CudaDecoder:
         self._linear.reserve(self.matrices()[:-1], weights.head)
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
+        self._vectors.reserve_draws(config.vocab_size)
         # The scale is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
 
@@ -165,13 +166,17 @@ class CudaDecoder:
         """out [R, V] float32 of hidden states [R, C], not capped yet (`choose` does that)."""
         self._linear.multiply(hidden, self.weights.head, out)
 
-    def choose(self, logits: Tensor, vocabulary: int, out: Tensor) -> None:
-        """out [R] int32: the best of the first `vocabulary` tokens; caps the logits in place."""
+    def choose(self, logits: Tensor, vocabulary: int, out: Tensor, draws: Tensor | None = None) -> None:
+        """out [R] int32: of the first `vocabulary` tokens the best, or one drawn as `draws` [5, R] say; caps logits in place."""
         self._vectors.best_token(logits, vocabulary, self.config.logits_softcap, out)
+        if draws is not None:
+            self._vectors.draw_token(logits, vocabulary, draws, out)
 
-    def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor) -> None:
+    def advance(
+        self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor, drawn: Tensor | None = None
+    ) -> None:
         """See `VectorKernels.advance`."""
-        self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size)
+        self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size, drawn)
 
     def _project(
         self, inputs: Activations, matrix: DeviceMatrix, post_norm: Tensor | None, buffers: Buffers

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from triblade.engine.batch import StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
+from triblade.engine.executor import GREEDY, Draw
 from triblade.ops.cuda.attention import Sequences
+from triblade.ops.cuda.vectors import DRAW_COLUMNS
 
 NO_SLOT = -1
 RESULTS = 2  # steps whose tokens the host has not read: the one that runs and the one behind it
@@ -38,23 +40,25 @@ class StepInputs:
     host: Tensor  # int32
     device: Tensor
     tokens: Tensor  # device, [3, rows]: ids, positions, slots
+    draws: Tensor  # device, [5, rows]; see `kernels/vectors.cu`
     num_blocks: Tensor  # device, [sequences]
     tables: Tensor  # device, [sequences, width]
 
-    def on_host(self) -> tuple[Integers, Integers, Integers]:
-        """The host side of tokens, num_blocks and tables."""
+    def on_host(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """The host side of tokens, draws, num_blocks and tables."""
+        parts = (self.tokens, self.draws, self.num_blocks, self.tables)
         whole: Integers = self.host.numpy()
-        size, rows = len(self.num_blocks), self.tokens.shape[1]
-        tables = whole[3 * rows + size :].reshape(self.tables.shape)
-        return whole[: 3 * rows].reshape(3, rows), whole[3 * rows : 3 * rows + size], tables
+        ends = np.cumsum([part.numel() for part in parts])
+        tokens, draws, num_blocks, tables, _ = np.split(whole, ends)
+        return tokens.reshape(3, -1), draws.reshape(DRAW_COLUMNS, -1), num_blocks, tables.reshape(self.tables.shape)
 
     def send(self) -> None:
         """Everything, in stream order."""
         self.device.copy_(self.host, non_blocking=True)
 
     def send_tables(self) -> None:
-        """All but the tokens. Tables only grow while steps run, so it is no harm if a later state is sent than meant."""
-        first = self.tokens.numel()
+        """What follows the draws. Tables only grow while steps run, so it is no harm if a later state is sent than meant."""
+        first = self.tokens.numel() + self.draws.numel()
         self.device[first:].copy_(self.host[first:], non_blocking=True)
 
 
@@ -65,6 +69,7 @@ class Recorded:
     graph: Any  # torch.cuda.CUDAGraph
     inputs: StepInputs
     queries: int
+    draws: bool  # whether tokens are drawn
 
 
 @dataclass(slots=True)
@@ -115,22 +120,24 @@ class RecordedSteps:
         self._done = [torch.cuda.Event() for _ in range(RESULTS)] if self._is_cuda else []
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._numbers = count()
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool], Recorded] = {}
 
     @property
-    def recorded(self) -> dict[tuple[int, int], Recorded]:
-        """Steps by sequences and tokens of each."""
+    def recorded(self) -> dict[tuple[int, int, bool], Recorded]:
+        """Steps by sequences, tokens of each, and whether tokens are drawn."""
         return self._recorded
 
-    def begin(self, items: Sequence[StepItem], size: int) -> Flight:
+    def begin(self, items: Sequence[StepItem], size: int, draws: Sequence[Draw] | None = None) -> Flight:
         """Run a step of items with equally many tokens each, in places for `size` sequences."""
         queries = items[0].num_tokens
-        key = (size, queries)
+        key = (size, queries, draws is not None)
         if key not in self._recorded:
-            self._recorded[key] = self._record(size, queries)
+            self._recorded[key] = self._record(*key)
         recorded = self._recorded[key]
         self._wait_for_all()  # the host's side of the inputs may still be on its way
         self._fill(recorded.inputs, items, queries)
+        if draws is not None:
+            write_draws(recorded.inputs.on_host()[1][:, queries - 1 :: queries], draws)
         recorded.inputs.send()
         places = {
             item.request: Place(row, item.start, item.request.block_table, len(item.request.block_table))
@@ -141,7 +148,7 @@ class RecordedSteps:
     def follow(self, flight: Flight) -> Flight | None:
         """Run the step after `flight`, the last one so far, for its sequences; None where one has no room for another token."""
         inputs, grew = flight.recorded.inputs, False
-        _, num_blocks, tables = inputs.on_host()
+        _, _, num_blocks, tables = inputs.on_host()
         for place in flight.places.values():
             known = min(len(place.table), self._width)
             if place.start + flight.number + 1 >= known * self._block_size:
@@ -153,7 +160,8 @@ class RecordedSteps:
         if grew:
             inputs.send_tables()
         best = self._best[: inputs.tokens.shape[1]]
-        self._decoder.advance(best, inputs.tokens, inputs.tables, inputs.num_blocks)
+        drawn = inputs.draws[2] if flight.recorded.draws else None
+        self._decoder.advance(best, inputs.tokens, inputs.tables, inputs.num_blocks, drawn)
         return self._replay(flight.recorded, flight.places, flight.number + 1)
 
     def leave(self, flight: Flight, requests: Sequence[Any]) -> None:
@@ -178,38 +186,42 @@ class RecordedSteps:
             self._done[slot].record()
         return Flight(recorded, places, number, slot)
 
-    def _record(self, size: int, queries: int) -> Recorded:
+    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
         """Record a step. It is launched once first, with nobody in it, so that every kernel is compiled and loaded."""
         inputs = self._inputs(size, queries)
         inputs.tokens[1:].fill_(NO_SLOT)
         self._decoder.reserve(size, queries)
-        self._run(inputs, queries)
+        self._run(inputs, queries, draws)
         torch.cuda.synchronize(self._memory)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._run(inputs, queries)
-        return Recorded(graph, inputs, queries)
+            self._run(inputs, queries, draws)
+        return Recorded(graph, inputs, queries, draws)
 
-    def _run(self, inputs: StepInputs, queries: int) -> None:
+    def _run(self, inputs: StepInputs, queries: int, draws: bool) -> None:
         ids, positions, slots = inputs.tokens.unbind(0)
         rows = len(ids)
         sequences = Sequences(positions=positions, slots=slots, tables=inputs.tables, queries=queries)
         buffers = self._decoder.part_of(self.buffers, rows)
         self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.hidden)
         self._decoder.logits(buffers.hidden, self._logits[:rows])
-        self._decoder.choose(self._logits[:rows], self._vocab_size, self._best[:rows])
+        settings = inputs.draws if draws else None
+        self._decoder.choose(self._logits[:rows], self._vocab_size, self._best[:rows], settings)
 
     def _inputs(self, size: int, queries: int) -> StepInputs:
         rows = size * queries
-        places = [3 * rows, size, size * self._width]
+        places = [3 * rows, DRAW_COLUMNS * rows, size, size * self._width]
         host = self._pinned(sum(places))
         device = torch.zeros(sum(places), dtype=torch.int32, device=self._memory)
-        tokens, num_blocks, tables = device.split(places)
-        return StepInputs(host, device, tokens.view(3, rows), num_blocks, tables.view(size, self._width))
+        tokens, draws, num_blocks, tables = device.split(places)
+        return StepInputs(
+            host, device, tokens.view(3, rows), draws.view(DRAW_COLUMNS, rows), num_blocks, tables.view(size, -1)
+        )
 
     def _fill(self, inputs: StepInputs, items: Sequence[StepItem], queries: int) -> None:
         """Write a step's inputs on the host side."""
-        tokens, num_blocks, tables = inputs.on_host()
+        tokens, draws, num_blocks, tables = inputs.on_host()
+        draws.fill(0)
         tokens[0].fill(0)
         tokens[1:].fill(NO_SLOT)
         for number, item in enumerate(items):
@@ -227,6 +239,15 @@ class RecordedSteps:
 
     def _pinned(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int32, pin_memory=self._is_cuda)
+
+
+def write_draws(columns: Integers, draws: Sequence[Draw]) -> None:
+    """Settings of rows as columns [5, R] of `kernels/vectors.cu`; further columns stay as they are."""
+    for number, draw in enumerate(draws):
+        if draw is not GREEDY:
+            seed = np.array([draw.seed], dtype=np.uint64).view(np.int32)
+            settings = np.array([draw.temperature, draw.min_p], dtype=np.float32).view(np.int32)
+            columns[:, number] = (*seed, draw.position, *settings)
 
 
 def blocks_of(item: StepItem) -> Integers:

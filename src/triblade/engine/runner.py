@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-from triblade.engine.executor import StepExecutor
+from triblade.engine.executor import GREEDY, Draw, DrawsTokens, StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
@@ -60,31 +60,41 @@ class ModelRunner:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
         items = sorted(scheduled, key=lambda item: item.num_tokens)  # equal lengths stand together
         first_rows = [0, *accumulate(item.num_tokens for item in items)]
-        self.executor.forward(items)
         results = [StepResult(item, row) for item, row in zip(items, first_rows, strict=False)]
+        sampling = [r for r in results if r.item.samples and r.request.max_tokens > 0]
+        wanted = [row for r in sampling for row in sampler_rows(r.request, r.item.num_draft_tokens)]
+        is_chosen = self._leave_choice(results, sampling, wanted)
+        self.executor.forward(items)
         self._score_prompts(results)
-        self._sample([r for r in results if r.item.samples and r.request.max_tokens > 0])
+        if wanted:
+            self._sample(sampling, wanted, is_chosen)
         return results
 
-    def _sample(self, results: list[StepResult]) -> None:
+    def _leave_choice(self, results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> bool:
+        """Whether the executor chooses all tokens itself: greedy ones, and drawn ones where it can."""
+        is_greedy = all(row.is_plain_greedy for row in wanted)
+        can_draw = not is_greedy and isinstance(self.executor, DrawsTokens) and len(wanted) == len(sampling)
+        is_drawn = can_draw and all(row.is_plain_greedy or row.is_plain_draw for row in wanted)
+        if isinstance(self.executor, DrawsTokens):
+            self.executor.expect_draws(_draws(results, sampling, wanted) if is_drawn else None)
+        return is_greedy or is_drawn
+
+    def _sample(self, results: list[StepResult], wanted: list[SamplerRow], is_chosen: bool) -> None:
         """Sample and verify for every item that reached the end of its known tokens."""
-        rows, wanted = list[int](), list[SamplerRow]()
+        rows = list[int]()
         for result in results:
             end = result.first_row + result.item.num_tokens
             rows += range(end - result.item.num_draft_tokens - 1, end)
-            wanted += sampler_rows(result.request, result.item.num_draft_tokens)
-        if not rows:
-            return
-        sampled = self._sample_rows(rows, wanted)
+        if is_chosen:
+            sampled = Sampled(self.executor.score(rows, with_logits=False).best, [None] * len(rows))
+        else:
+            sampled = self._sample_rows(rows, wanted)
         verdicts = zip(sampled.token_ids, sampled.logprobs, strict=True)
         for result in results:
             _verify(result, list(islice(verdicts, result.item.num_draft_tokens + 1)))
 
     def _sample_rows(self, rows: list[int], wanted: list[SamplerRow]) -> Sampled:
         """A token for every row, -1 for those that are not finite."""
-        if all(row.is_plain_greedy for row in wanted):
-            scores = self.executor.score(rows, with_logits=False)
-            return Sampled(scores.best, [None] * len(rows))
         whole = Sampled([], [])
         size = self.executor.max_rows or len(rows)
         for start in range(0, len(rows), size):
@@ -126,6 +136,16 @@ def _verify(result: StepResult, verdicts: list[tuple[int, TokenLogprobs | None]]
         result.logprobs.append(logprobs)
         if token != draft:
             return
+
+
+def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> list[Draw]:
+    """How each item goes on."""
+    drawn = {
+        result.first_row: Draw(row.seed, row.position, row.params.temperature, row.params.min_p)
+        for result, row in zip(sampling, wanted, strict=True)
+        if not row.params.is_greedy
+    }
+    return [drawn.get(result.first_row, GREEDY) for result in results]
 
 
 def sampler_rows(request: Request, num_draft_tokens: int) -> Iterator[SamplerRow]:
