@@ -136,7 +136,7 @@ def copy_with(model: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
 
 def executor_of(engine: Engine, own: EngineConfig, draft: OpenModel) -> NativeExecutor:
     """The draft as it is, whatever an alignment says, with a cache of its own."""
-    cache = KVCache(kv_layout(own, draft, "native"), engine.pool.num_blocks, draft.dtype)
+    cache = KVCache(kv_layout(own, draft, True), engine.pool.num_blocks, draft.dtype)
     return native_executor(own, draft, cache, CONTEXT, make_team(1, 0))
 
 

@@ -136,7 +136,7 @@ class Triblade:
         """What the engine announced at its start."""
         model, device = open_model(self._config), torch.device("cpu")
         weights = packed_bytes(model.checkpoint, model.config, model.dtype, self._config.quantization)
-        return plan_for(self._config, model, kv_layout(self._config, model, "native"), weights, device).total_bytes
+        return plan_for(self._config, model, kv_layout(self._config, model, True), weights, device).total_bytes
 
     def _prompts(self, batch: int, tokens: int, new: int) -> list[Request]:
         """Requests whose prompts are computed and whose first token is sampled."""

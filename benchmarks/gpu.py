@@ -63,7 +63,6 @@ class Model:
             head_dim=config.head_dim,
             block_size=BLOCK,
             codec=codec,
-            arrangement="heads",
         )
         self.weights = random_weights(config, weights, memory)
         blocks = self.layout.blocks_for(context) * num_sequences + 1

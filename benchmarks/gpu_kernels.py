@@ -115,10 +115,11 @@ def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:
 
 def wide_candidates(matrix: DeviceMatrix, columns: int) -> Iterator[WideTiling]:
     """The same for the warpgroups' instruction."""
-    for cut, ahead in itertools.product(wide_tilings(matrix, columns), (3, 4)):
+    depths = (2,) if matrix.bits == DENSE_BITS else (2, 4, 8)
+    for cut, depth in itertools.product(wide_tilings(matrix, columns), depths):
         blocks = -(-matrix.rows // (TILE_ROWS * cut.block_tiles)) * cut.splits
-        if blocks >= 66 and (cut.splits == 1 or blocks <= 132 * 4):
-            yield replace(cut, ahead=ahead)
+        if blocks >= 66 and (cut.splits == 1 or blocks <= 132 * 8) and depth * cut.groups <= 20:
+            yield replace(cut, depth=depth)
 
 
 def error(x: Tensor, matrix: DeviceMatrix, out: Tensor, dense: Tensor) -> float:
@@ -230,7 +231,7 @@ class Bench:
 
     def attention(self, codec: str, context: int, count: int) -> dict[str, Any]:
         """Rotation with cache write, and attention, per layer of Qwen2-7B."""
-        layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec, arrangement="heads")
+        layout = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_size=16, codec=codec)
         width = layout.blocks_for(context)
         cache = KVCache(layout, width * count, torch.bfloat16, self.memory)
         for layer in range(4):

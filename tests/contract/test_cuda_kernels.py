@@ -21,6 +21,7 @@ from triblade.kv.layout import KVLayout
 from triblade.models.decoder import window_mask
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
+from triblade.ops.cuda import attention
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.linear import WIDE, Activations, LinearKernels, Product
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
@@ -80,15 +81,15 @@ PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
 ]
 
 
-# The same with (warpgroups, token tiles, turns ahead, blocks, splits).
+# The same with (warpgroups, token tiles, depth, blocks, splits).
 WIDE_PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
     ("4g128", 72, 33, (1, 8, 4, 1, 1), BF16, None),  # fewer rows than four warps have, in part
-    ("4g64", 192, 17, (2, 4, 3, 1, 1), BF16, "silu"),  # a block without rows of its own
-    ("4g32o", 80, 64, (1, 8, 3, 1, 2), BF16, None),  # blocks share the inputs
+    ("4g64", 192, 17, (2, 4, 2, 1, 1), BF16, "silu"),  # a block without rows of its own
+    ("4g32o", 80, 64, (1, 8, 2, 1, 2), BF16, None),  # blocks share the inputs
     ("4g128o", 64, 40, (1, 8, 4, 1, 1), F16, "gelu_tanh"),
-    ("8g128", 48, 20, (1, 4, 3, 1, 1), BF16, None),
-    ("8g32o", 64, 30, (1, 4, 4, 1, 1), F16, "silu"),
-    ("4g128", 72, 50, (1, 8, 3, 1, 3), BF16, None),  # one turn for each split
+    ("8g128", 48, 20, (1, 4, 2, 1, 1), BF16, None),
+    ("8g32o", 64, 30, (1, 4, 2, 1, 1), F16, "silu"),
+    ("dense", 72, 50, (1, 8, 2, 1, 4), BF16, None),
     ("4g64", 144, 70, (3, 8, 4, 1, 1), BF16, None),  # two slabs of tokens
 ]
 
@@ -129,8 +130,7 @@ def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice, toke
     ordered, inner = kernels.inputs(tokens, 128), kernels.inputs(tokens, 128)
     vectors.arrange(x, ordered)
     kernels.multiply(ordered, packed, inner)
-    kind = "dense" if tokens <= 16 else "4g64"
-    head, head_weight, head_bias = matrix_of(kind, 40, 128, BF16, is_gated=False)
+    head, head_weight, head_bias = matrix_of("dense", 40, 128, BF16, is_gated=False)
     logits = torch.full((tokens, 40), torch.nan)
     kernels.multiply(inner, head, logits)
     middle = ReferenceBackend().gated_activation(F.linear(x.float(), weight, bias), "silu").to(BF16)
@@ -172,6 +172,7 @@ class Case:
     has_norm: bool = False
     half: int = 32  # rotated pairs
     block: int = 16
+    is_staged: bool = False  # as with many sequences
 
 
 CASES = [
@@ -181,13 +182,16 @@ CASES = [
     Case(8, 2, 128, (200,), queries=5, codec="float16", dtype=F16, window=50),
     Case(4, 1, 256, (33, 260), softcap=20.0, half=64),
     Case(8, 2, 64, (100,), queries=33, codec="int8", dtype=F16, window=20, softcap=5.0),  # several tiles of rows
+    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_staged=True),
+    Case(6, 2, 64, (200,), codec="int8", is_staged=True, block=4),
     Case(9, 3, 64, (17, 2, 90), queries=2, block=4, half=16),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(device: EmulatedDevice, case: Case) -> None:
+def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, cache write and attention, against the reference over the same cache."""
+    monkeypatch.setattr(attention, "STAGED_BLOCKS", 0 if case.is_staged else 10**9)
     torch.manual_seed(4)
     caches, tables = filled_caches(case)
     positions = torch.cat([torch.arange(n - case.queries, n) for n in case.lengths])
@@ -222,7 +226,6 @@ def filled_caches(case: Case) -> tuple[list[KVCache], Tensor]:
         head_dim=case.dim,
         block_size=case.block,
         codec=case.codec,
-        arrangement="heads",
     )
     counts = [layout.blocks_for(n) for n in case.lengths]
     caches = [KVCache(layout, sum(counts) + 1, case.dtype) for _ in range(2)]
@@ -271,7 +274,7 @@ def reference_attention(
 def test_places_that_nobody_takes_change_nothing(device: EmulatedDevice) -> None:
     """A recorded step is wider than its sequences."""
     torch.manual_seed(5)
-    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, codec="bfloat16", arrangement="heads")
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, codec="bfloat16")
     cache = KVCache(layout, 2, BF16)
     before = cache.pool.clone()
     nobody = torch.full((2,), -1, dtype=torch.int32)

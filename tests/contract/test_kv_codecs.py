@@ -134,7 +134,7 @@ def test_a_tile_of_keys_is_in_the_order_of_the_dot_instructions() -> None:
     assert values.nonzero().flatten().tolist() == [(5 // 4 * 16 + 6) * 4 + 5 % 4]
 
 
-@pytest.mark.parametrize("arrangement", ["tokens", "tiles", "heads"])
+@pytest.mark.parametrize("arrangement", ["tokens", "tiles"])
 def test_a_draft_has_its_own_layers_in_the_same_rows(codec: str, arrangement: Arrangement) -> None:
     layout = replace(cache(codec, arrangement, 16).layout, draft=LayerGroup(num_layers=1, num_kv_heads=2, head_dim=32))
     whole = KVCache(layout, 3, torch.float32)

@@ -11,7 +11,7 @@ import torch
 from cuda_models import cuda_tiny
 from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits, sequence
-from tiny import TinyModel, prompt
+from tiny import prompt
 
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
@@ -68,11 +68,11 @@ def outputs(executor: Any, count: int) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def agrees(model: TinyModel, ours: list[int], theirs: list[int], ids: list[int]) -> bool:
-    """Equal up to the first near tie: where they part, float32 prefers neither by more than a few roundings."""
+def agrees(judge: StepExecutor, ours: list[int], theirs: list[int], ids: list[int]) -> bool:
+    """Equal up to the first near tie: where they part, `judge` prefers neither by more than a few roundings."""
     for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
-            logits = all_logits(gpu_reference(model, torch.float32), [*ids, *ours[:position]])[-1]
+            logits = all_logits(judge, [*ids, *ours[:position]])[-1]
             return abs(float(logits[a] - logits[b])) < 0.05 * float(logits.std())
     return True
 
@@ -86,12 +86,10 @@ def test_recorded_launched_and_reference_agree(count: int, scheme: str | None) -
     ours, theirs = outputs(recorded, count), outputs(launched, count)
     prompts = [prompt(length, seed=n) for n, length in enumerate(LENGTHS[:count])]
     assert all(len(tokens) >= 5 for tokens in ours)
-    if scheme is None:
-        reference = outputs(gpu_reference(model, torch.bfloat16), count)
-        assert all(agrees(model, a, b, ids) for a, b, ids in zip(ours, reference, prompts, strict=True))
-        assert all(agrees(model, a, b, ids) for a, b, ids in zip(ours, theirs, prompts, strict=True))
-    else:
-        assert ours == theirs
+    judge = gpu_reference(model, torch.float32) if scheme is None else gpu_executor(model, scheme=scheme)
+    others = [theirs] if scheme else [theirs, outputs(gpu_reference(model, torch.bfloat16), count)]
+    for other in others:
+        assert all(agrees(judge, a, b, ids) for a, b, ids in zip(ours, other, prompts, strict=True))
 
 
 def test_ten_thousand_steps_keep_no_memory() -> None:

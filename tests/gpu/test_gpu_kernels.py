@@ -72,7 +72,7 @@ def test_attention(codec: str, heads: int, groups: int, dim: int, queries: int, 
     """Sequences of several lengths in scattered blocks, over what the cache holds."""
     torch.manual_seed(0)
     lengths = [queries, 60, 64, 65, 700, 3001]
-    layout = KVLayout(num_layers=2, num_kv_heads=groups, head_dim=dim, block_size=16, codec=codec, arrangement="heads")
+    layout = KVLayout(num_layers=2, num_kv_heads=groups, head_dim=dim, block_size=16, codec=codec)
     width = layout.blocks_for(max(lengths))
     cache = KVCache(layout, width * len(lengths), torch.bfloat16, CUDA)
     everything = torch.arange(width * len(lengths) * 16, device=CUDA)

@@ -45,7 +45,6 @@ def cache_for(config: ModelConfig, codec: str, dtype: torch.dtype) -> KVCache:
         head_dim=config.head_dim,
         block_size=16,
         codec=codec,
-        arrangement="heads",
     )
     return KVCache(layout, 4 * SEQUENCE_BLOCKS, dtype)
 

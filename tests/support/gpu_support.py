@@ -15,6 +15,7 @@ from triblade.kv.layout import KVLayout
 from triblade.models.config import model_config
 from triblade.models.decoder import Decoder
 from triblade.models.weights import load_weights
+from triblade.ops.attention import eager_attention
 from triblade.ops.cuda.device import CudaDevice
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
@@ -43,7 +44,7 @@ def random_codes(rows: int, inputs: int, group: int, bits: int, *, has_offsets: 
     )
 
 
-def gpu_cache(model: TinyModel, codec: str, num_blocks: int) -> KVCache:
+def gpu_cache(model: TinyModel, codec: str, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
     config = model_config(model.hf_config)
     layout = KVLayout(
         num_layers=config.num_layers,
@@ -51,9 +52,8 @@ def gpu_cache(model: TinyModel, codec: str, num_blocks: int) -> KVCache:
         head_dim=config.head_dim,
         block_size=16,
         codec=codec,
-        arrangement="heads",
     )
-    return KVCache(layout, num_blocks, torch.bfloat16, CUDA)
+    return KVCache(layout, num_blocks, dtype, CUDA)
 
 
 def gpu_executor(model: TinyModel, codec: str = "bfloat16", scheme: Any = None, num_blocks: int = 512) -> CudaExecutor:
@@ -71,5 +71,6 @@ def gpu_executor(model: TinyModel, codec: str = "bfloat16", scheme: Any = None, 
 def gpu_reference(model: TinyModel, dtype: torch.dtype, num_blocks: int = 512) -> TorchExecutor:
     config = model_config(model.hf_config)
     weights = load_weights(model.source, config, dtype, CUDA)
-    decoder = Decoder(config, weights, ReferenceBackend(), config.context_length)
-    return TorchExecutor(decoder, gpu_cache(model, str(dtype).removeprefix("torch."), num_blocks), config.vocab_size)
+    decoder = Decoder(config, weights, ReferenceBackend(eager_attention), config.context_length)
+    cache = gpu_cache(model, str(dtype).removeprefix("torch."), num_blocks, dtype)
+    return TorchExecutor(decoder, cache, config.vocab_size)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from triblade.engine.scheduler import Scheduler
 from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
-from triblade.kv.layout import Arrangement, KVLayout, LayerGroup
+from triblade.kv.layout import KVLayout, LayerGroup
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
@@ -39,7 +38,6 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 Kernels = Literal["native", "cuda", "reference"]
-_ARRANGEMENTS: Mapping[Kernels, Arrangement] = {"native": "tiles", "cuda": "heads", "reference": "tokens"}
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -60,7 +58,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     """Wire an engine around an opened model."""
     kernels = choose_kernels(config, model, device)
     drafter_plan = plan_drafter(config, model, is_native=kernels == "native")
-    layout = kv_layout(config, model, kernels, drafter_plan.layers if drafter_plan else None)
+    layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
     plan = plan_for(config, model, layout, weight_bytes, device)
     _log_plan(plan, config.max_model_len or model.config.context_length)
@@ -207,7 +205,7 @@ def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, conte
     return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size)
 
 
-def kv_layout(config: EngineConfig, model: OpenModel, kernels: Kernels, draft: LayerGroup | None = None) -> KVLayout:
+def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
     """The layout of this engine's KV rows."""
     return KVLayout(
         num_layers=model.config.num_layers,
@@ -215,7 +213,7 @@ def kv_layout(config: EngineConfig, model: OpenModel, kernels: Kernels, draft: L
         head_dim=model.config.head_dim,
         block_size=config.block_size,
         codec=_kv_dtype(config, model),
-        arrangement=_ARRANGEMENTS[kernels],
+        arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
         rope=repr(model.config.ropes),

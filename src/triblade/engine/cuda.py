@@ -52,7 +52,7 @@ class CudaExecutor:
     Args:
         config: the model.
         weights: packed, on the device.
-        cache: arrangement "heads", on the device.
+        cache: arrangement "tokens", on the device.
         context_length: longest sequence.
         vocab_size: tokens that may be chosen.
         device: runs kernels. With a cache in main memory (tests) nothing is recorded.

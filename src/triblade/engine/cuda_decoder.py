@@ -52,20 +52,16 @@ class Buffers:
     inner: Activations  # [T, I]
     hidden: Activations  # [T, C] for the head, in the memory of `normed`
 
-    def first(self, tokens: int, linear: LinearKernels) -> Buffers:
+    def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
         """The same memory for fewer tokens."""
-
-        def part(inputs: Activations) -> Activations:
-            return inputs.first(tokens, linear.layout(tokens, inputs.values.shape[1]))
-
         return Buffers(
             x=self.x[:tokens],
             projected=self.projected[:tokens],
             qkv=self.qkv[:tokens],
-            normed=part(self.normed),
-            mixed=part(self.mixed),
-            inner=part(self.inner),
-            hidden=self.normed.first(tokens, linear.dense_layout(tokens, self.normed.values.shape[1])),
+            normed=self.normed.first(tokens, layout),
+            mixed=self.mixed.first(tokens, layout),
+            inner=self.inner.first(tokens, layout),
+            hidden=self.normed.first(tokens, head_layout),
         )
 
 
@@ -75,7 +71,7 @@ class CudaDecoder:
     Args:
         config: the model.
         weights: packed; the embedding and the norms are dense.
-        cache: keys and values, arrangement "heads".
+        cache: keys and values, arrangement "tokens".
         context_length: positions of the rope tables.
         device: runs kernels.
         max_rows: most rows of `choose`.
@@ -98,7 +94,7 @@ class CudaDecoder:
         self._ropes = [rope_table(rope, context_length, self.memory) for rope in config.ropes]
         self._layers = [paged_layer(cache, index) for index in range(config.num_layers)]
         self._linear = LinearKernels(device, self.dtype, self.memory)
-        self._linear.reserve(self.matrices()[:-1], weights.head)
+        self._linear.reserve(self.matrices())
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
         self._vectors.reserve_draws(config.vocab_size)
@@ -125,12 +121,12 @@ class CudaDecoder:
             normed=normed,
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
-            hidden=normed.first(tokens, self._linear.dense_layout(tokens, config.hidden_size)),
+            hidden=normed.first(tokens, self._linear.head_layout(tokens)),
         )
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
-        return buffers.first(tokens, self._linear)
+        return buffers.first(tokens, self._linear.layout(tokens), self._linear.head_layout(tokens))
 
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""
@@ -157,7 +153,7 @@ class CudaDecoder:
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
         picked = hidden.values[rows]
-        layout = self._linear.dense_layout(*picked.shape)
+        layout = self._linear.head_layout(len(picked))
         inputs = Activations.empty(len(picked), picked.shape[1], layout, self.dtype, self.memory)
         self._vectors.arrange(picked, inputs)
         return inputs

@@ -1,4 +1,4 @@
-"""Where a token's numbers lie within a plane: one after the other, head by head, or in tiles that the native kernels read.
+"""Where a token's numbers lie within a plane: one after the other, or in tiles that the native kernels read.
 
 A plane view turns the items of a plane [num_blocks, block_size * items per token] into vectors and back. It knows no codec: an item
 is whatever the codec stores.
@@ -43,20 +43,6 @@ class TokenPlane:
         return self._items.index_select(0, blocks).view(-1, *self._shape)
 
 
-class HeadPlane:
-    """Head after head; of each, token after token, as the CUDA kernels read."""
-
-    def __init__(self, items: Tensor, block_size: int, group: LayerGroup, kind: PlaneKind) -> None:
-        shape = () if kind == "scales" else (group.head_dim,)
-        self._items: Tensor = items.unflatten(1, (group.num_kv_heads, block_size, *shape))
-
-    def write(self, block: Tensor, offset: Tensor, encoded: Tensor) -> None:
-        self._items[block, :, offset] = encoded
-
-    def read(self, blocks: Tensor) -> Tensor:
-        return self._items.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
-
-
 class TilePlane:
     """Tiles of 16 tokens of a head. Keys put `n` dimensions of each token side by side, n = 4 bytes / item; values put as many
     tokens of each dimension side by side for int8, and whole vectors for bfloat16.
@@ -96,8 +82,4 @@ class TilePlane:
         return tiles.transpose(2, 3).flatten(0, 2)  # [N, tiles, G, 16, ...]
 
 
-PLANES: Mapping[Arrangement, type[TokenPlane] | type[TilePlane] | type[HeadPlane]] = {
-    "tokens": TokenPlane,
-    "tiles": TilePlane,
-    "heads": HeadPlane,
-}
+PLANES: Mapping[Arrangement, type[TokenPlane] | type[TilePlane]] = {"tokens": TokenPlane, "tiles": TilePlane}

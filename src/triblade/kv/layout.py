@@ -9,7 +9,6 @@ keys, then those of the values; within a plane the tokens, then the heads:
     plane [ token 0: head 0, head 1, ... | token 1: ... ]     arrangement "tokens"
           [ tile 0: head 0, head 1, ... | tile 1: ... ]       arrangement "tiles": 16 tokens of a head, in the order of the
                                                               dot instructions (see csrc/kernels.h)
-          [ head 0: token 0, token 1, ... | head 1: ... ]     arrangement "heads": who reads one head reads in a row
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Literal
 ALIGNMENT_BYTES = 64
 TILE_TOKENS = 16
 
-Arrangement = Literal["tokens", "tiles", "heads"]
+Arrangement = Literal["tokens", "tiles"]
 
 
 @dataclass(frozen=True, slots=True)

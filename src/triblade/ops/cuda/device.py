@@ -26,8 +26,7 @@ LEAST_CAPABILITY = (
     9,
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
-_MAX_DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
-SHARED_CARVEOUT = 100  # per cent of the first-level cache; the same for all kernels, since a multiprocessor must be empty to change it
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -199,7 +198,6 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             error = self._driver.cuModuleLoadData(ctypes.byref(module), code)
         error = error or self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        error = error or self._driver.cuFuncSetAttribute(function, _SHARED_CARVEOUT, SHARED_CARVEOUT)
         if error:
             raise RuntimeError(f"CUDA kernel {name} was not loaded: error {error}")
         self._modules.append(module)

@@ -1,8 +1,7 @@
 """Matrix products with packed weights: few tokens by the streaming kernels, many by spelling the weights out for the library.
 
-`layout` says by how many tokens which kernel multiplies, `tilings` how it cuts. Results do not depend on timing: sums over
-warps and blocks are taken in a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time,
-in stream order.
+`layout` says by how many tokens which kernel multiplies, `tilings` how it cuts. Results do not depend on timing: sums over warps and
+blocks are taken in a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time, in stream order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from triblade.ops.backend import Activation
 from triblade.ops.cuda.device import Device, pointer
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
-from triblade.ops.cuda.tilings import TOKEN_TILE, WIDE_TURN, Tiling, WideTiling, partial_numbers, tiling, wide_tiling
+from triblade.ops.cuda.tilings import TOKEN_TILE, Tiling, WideTiling, partial_numbers, tiling, wide_tiling
 
 MOST_TOKENS = 64  # of one launch of a streaming kernel
 # Up to so many tokens weights are streamed. Beyond, spelling packed weights out once costs less than reading them again, and for
@@ -26,7 +25,7 @@ MOST_TOKENS = 64  # of one launch of a streaming kernel
 STREAMED_TOKENS = 256
 STREAMED_TOKENS_NARROW = 128  # without the warpgroups' instruction
 STREAMED_TOKENS_DENSE = 16
-WIDE_TOKENS = 17  # from so many on, where the device and the width allow it
+WIDE_TOKENS = 17  # from so many on, where the device can
 MOST_SETS = 16384  # of rows that share a counter
 ROWS, WIDE = 0, 256  # layouts: row after row; inputs of `kernels/wide.cu`, with a number of token tiles
 
@@ -105,43 +104,43 @@ class LinearKernels:
         self._dtype = dtype
         self._memory = memory
         self._partial = torch.empty(0, device=memory)
-        self._is_wide = device.has_warpgroups
-        self.streamed_tokens = STREAMED_TOKENS
+        self.streamed_tokens = STREAMED_TOKENS if device.has_warpgroups else STREAMED_TOKENS_NARROW
         self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
 
-    def reserve(self, matrices: Sequence[DeviceMatrix], head: DeviceMatrix | None = None) -> None:
+    def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
-        is_dense = [matrix.bits == DENSE_BITS for matrix in matrices]
-        self._is_wide = self._device.has_warpgroups and not any(is_dense)
-        self.streamed_tokens = STREAMED_TOKENS_DENSE if all(is_dense) else STREAMED_TOKENS
-        cuts = [(m, self.layout(tokens, m.inputs)) for m in matrices for tokens in (1, 9, 17, 33)]
-        if head is not None:
-            cuts += [(head, self.dense_layout(tokens, head.inputs)) for tokens in (1, 9)]
-        partial = max(partial_numbers(matrix, self.cut(matrix, layout)) for matrix, layout in cuts if layout)
-        dense = max(matrix.rows * matrix.inputs if matrix.bits != DENSE_BITS else 0 for matrix in matrices)
+        partial, dense = 0, 0
+        if all(matrix.bits == DENSE_BITS for matrix in matrices):
+            self.streamed_tokens = STREAMED_TOKENS_DENSE
+        for matrix in matrices:
+            partial = max(partial, *(partial_numbers(matrix, cut) for cut in self._cuts(matrix)))
+            dense = max(dense, matrix.rows * matrix.inputs if matrix.bits != DENSE_BITS else 0)
         self._partial = torch.empty(partial, dtype=torch.float32, device=self._memory)
         self._dense = torch.empty(dense, dtype=self._dtype, device=self._memory)
 
-    def layout(self, tokens: int, width: int) -> int:
-        """How the inputs [tokens, width] of packed products lie; `ROWS` where the library multiplies."""
-        is_wide = self._is_wide and tokens >= WIDE_TOKENS and width % WIDE_TURN == 0
-        if tokens > (self.streamed_tokens if is_wide else min(self.streamed_tokens, STREAMED_TOKENS_NARROW)):
+    def layout(self, tokens: int) -> int:
+        """How the inputs of products of so many tokens lie; `ROWS` where the library multiplies."""
+        if tokens > self.streamed_tokens:
             return ROWS
         tiles = 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
-        return tiles | WIDE if is_wide else tiles
+        return tiles | WIDE if self._device.has_warpgroups and tokens >= WIDE_TOKENS else tiles
 
-    def dense_layout(self, tokens: int, width: int) -> int:
-        """The same for a dense matrix, as the head is."""
-        return ROWS if tokens > STREAMED_TOKENS_DENSE else self.layout(tokens, width)
+    def head_layout(self, tokens: int) -> int:
+        """The same for the head, which is dense."""
+        return ROWS if tokens > STREAMED_TOKENS_DENSE else self.layout(tokens)
 
     def inputs(self, tokens: int, width: int) -> Activations:
         """Room for the inputs of a product."""
-        return Activations.empty(tokens, width, self.layout(tokens, width), self._dtype, self._memory)
+        return Activations.empty(tokens, width, self.layout(tokens), self._dtype, self._memory)
 
     def cut(self, matrix: DeviceMatrix, layout: int) -> Tiling | WideTiling:
         """How a product of inputs that lie so is cut."""
         return wide_tiling(matrix, layout & ~WIDE) if layout & WIDE else tiling(matrix, layout)
+
+    def _cuts(self, matrix: DeviceMatrix) -> Sequence[Tiling | WideTiling]:
+        many = (4 | WIDE, 8 | WIDE) if self._device.has_warpgroups else (4, 8)
+        return [self.cut(matrix, layout) for layout in (1, 2, *many)]
 
     def multiply(
         self,
@@ -183,8 +182,7 @@ class LinearKernels:
             pointer(self._counters),
             ctypes.c_int(part.stop - part.start),
         )
-        shared = cut.shared_bytes(matrix)
-        self._device.launch(kernel, (sets, cut.splits, 1), cut.threads, arguments, shared_bytes=shared)
+        self._device.launch(kernel, (sets, cut.splits, 1), cut.threads, arguments)
 
     def dequantize(self, matrix: DeviceMatrix) -> Tensor:
         """The matrix [N, in] in the activations' type; in the scratch buffer, so good until the next call."""

@@ -19,9 +19,6 @@ TOKEN_TILE = 8  # the narrow side of the matrix instruction
 WARPGROUP_TILES = 4  # of 16 rows
 MULTIPROCESSORS = 132  # of the devices that tilings were measured on
 MOST_WIDE_SPLITS = 8
-WIDE_TURN = 2 * CHUNK  # inputs of a turn of `kernels/wide.cu`
-WIDE_STAGES = 4
-MOST_SHARED_BYTES = 216 * 1024  # of the blocks of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +44,6 @@ class Tiling:
     def block_tiles(self) -> int:
         return self.row_tiles * self.warps_along_rows
 
-    def shared_bytes(self, matrix: DeviceMatrix) -> int:
-        """Beside what the kernel declares."""
-        return 0
-
     @property
     def constants(self) -> dict[str, int]:
         """What is compiled in."""
@@ -73,23 +66,17 @@ class WideTiling:
 
     groups: int  # of four warps, 64 rows, in a block
     token_tiles: int
-    ahead: int  # turns of 128 inputs whose codes a warp has room for
+    depth: int
     blocks: int
     splits: int
 
     @property
     def threads(self) -> int:
-        return 32 * WARPGROUP_TILES * self.groups
+        return 32 * (WARPGROUP_TILES * self.groups + 1)
 
     @property
     def block_tiles(self) -> int:
         return WARPGROUP_TILES * self.groups
-
-    def shared_bytes(self, matrix: DeviceMatrix) -> int:
-        """Stages of inputs, and room for codes and scales."""
-        inputs = WIDE_STAGES * WIDE_TURN * self.token_tiles * TOKEN_TILE * 2
-        scales = WIDE_TURN // matrix.group * (1 if matrix.offsets is None else 2)
-        return inputs + WARPGROUP_TILES * self.groups * self.ahead * (matrix.bits // 4 * 1024 + scales * 128)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -98,7 +85,7 @@ class WideTiling:
             "ROWS": 1,
             "NT": self.token_tiles,
             "GROUPS": self.groups,
-            "AHEAD": self.ahead,
+            "DEPTH": self.depth,
             "BLOCKS": self.blocks,
         }
 
@@ -136,21 +123,19 @@ def wide_tiling(matrix: DeviceMatrix, columns: int, capability: int = 90) -> Wid
 
 def wide_tilings(matrix: DeviceMatrix, columns: int) -> list[WideTiling]:
     """All that make sense for a matrix."""
-    turns = matrix.inputs // WIDE_TURN
-    splits = [number for number in range(1, MOST_WIDE_SPLITS + 1) if number == 1 or 2 * number <= turns]
-    ahead = 4 if matrix.bits == 4 else 3
-    cuts = [WideTiling(groups, columns, ahead, _resident(groups), k) for groups in range(1, 6) for k in splits]
-    return [cut for cut in cuts if cut.shared_bytes(matrix) * cut.blocks <= MOST_SHARED_BYTES]
+    splits = [number for number in range(1, MOST_WIDE_SPLITS + 1) if number == 1 or 4 * number <= _units(matrix)]
+    depth = 2 if matrix.bits > 4 else 4
+    return [WideTiling(groups, columns, depth, _resident(groups), k) for groups in range(1, 6) for k in splits]
 
 
 def _resident(groups: int) -> int:
     """Blocks of so many warpgroups that a multiprocessor holds at a time."""
-    return 2 if groups <= 2 else 1
+    return {1: 4, 2: 2}.get(groups, 1)
 
 
 def _wide_cost(matrix: DeviceMatrix, cut: WideTiling) -> float:
-    """About how long a product takes, in chunks of 64 rows by 64 inputs on one multiprocessor: its fullest one decides,
-    starting and ending a block costs some, and every split is written and read again."""
+    """About how long a product takes, in chunks of 64 rows by 64 inputs on one multiprocessor: its fullest one decides, starting and
+    ending a block costs some, and every split is written and read again."""
     sets = -(-matrix.rows // (TILE_ROWS * cut.block_tiles))
     rounds = -(-sets * cut.splits // (MULTIPROCESSORS * cut.blocks)) * cut.blocks
     chunks = matrix.inputs / CHUNK / cut.splits

@@ -1,11 +1,11 @@
 // Attention of a few queries per sequence over the paged cache, split over the context, bound by reading keys and values once.
 //
 // Compile-time: DIM of a head (a multiple of 64, at most 256), KV8 (int8 with float16 scales, otherwise the type of activations),
-// BLOCK tokens of a cache block, SOFTCAP. All query heads of a key-value head, for all queries of a sequence, are rows of one matrix:
+// BLOCK tokens of a cache block, SOFTCAP, STAGED. All query heads of a key-value head, for all queries of a sequence, are rows of one matrix:
 // row r is query r / group, head r % group. 16 rows make a tile. A block has WARPS warps and a stretch of the keys; each warp takes 16
-// keys at a time, in the order of the matrix instruction: a lane copies what it will need itself into its own places of shared memory,
-// STAGES - 1 turns ahead, so that no thread waits for another. Partial results of warps and of blocks are merged in a fixed order (online
-// softmax, Milakov and Gimelshein 2018; split over keys as in FlashDecoding).
+// keys at a time, a turn, in the order of the matrix instruction. A lane loads what it needs itself, one turn ahead into registers, or
+// (STAGED) STAGES - 1 turns ahead into places of its own in shared memory; no thread waits for another. Partial results of warps and of
+// blocks are merged in a fixed order (online softmax, Milakov and Gimelshein 2018; split over keys as in FlashDecoding).
 
 #define WARPS 4
 #define KEYS 16                  // per warp and turn
@@ -53,7 +53,7 @@ DEVICE void half_pairs(u32 bytes, u32& first, u32& second) {
   second = fma2<true>(permute(biased, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
 }
 
-// Where a sequence's keys and values of one head are: items `head * BLOCK + token` of planes of its blocks.
+// Where a sequence's keys and values of one head are: items `token * heads + head` of planes of its blocks.
 struct Stretch {
   Cache cache;
   const int* table;
@@ -76,7 +76,7 @@ DEVICE Place place_of(const Stretch& in, int block, int first, int offset) {
   const int key = first + offset < in.stop ? first + offset : first, token = key % BLOCK;
   block = in.table[key / BLOCK];
 #endif
-  return Place{in.cache.pool + block * in.cache.row_bytes, (u64)in.head * BLOCK + token};
+  return Place{in.cache.pool + block * in.cache.row_bytes, (u64)token * in.cache.heads + in.head};
 }
 
 #if KV8
@@ -97,6 +97,42 @@ struct Values {
 
 DEVICE int pair_key(int lane, int i) { return 2 * (lane & 3) + (i & 1) + 8 * (i >> 1); }
 
+#if !STAGED
+DEVICE void load_keys(Keys& k, const Stretch& in, int first) {
+  const int lane = threadIdx.x & 31, block = block_of(in, first);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int offset = (lane >> 2) + 8 * half;
+    const bool exists = first + offset < in.stop;
+    const Place place = place_of(in, block, first, offset);
+    const u32x4* vector = reinterpret_cast<const u32x4*>(place.row + in.cache.keys + place.item * DIM * (KV8 ? 1 : 2));
+#pragma unroll
+    for (int j = 0; j < KEY_LOADS; j++) k.words[half][j] = exists ? vector[j * 4 + (lane & 3)] : u32x4{0, 0, 0, 0};
+  }
+}
+
+DEVICE void load_values(Values& v, const Stretch& in, int first) {
+  const int lane = threadIdx.x & 31, block = block_of(in, first);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int offset = pair_key(lane, i);
+    const bool exists = first + offset < in.stop;
+    const Place place = place_of(in, block, first, offset);
+    const u8* vector = place.row + in.cache.values + place.item * DIM * (KV8 ? 1 : 2);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+#if KV8
+      const u32x2 found = reinterpret_cast<const u32x2*>(vector)[piece * 8 + (lane >> 2)];
+      v.words[i][piece][0] = exists ? found.x : 0, v.words[i][piece][1] = exists ? found.y : 0;
+#else
+      const u32x4 found = reinterpret_cast<const u32x4*>(vector)[piece * 8 + (lane >> 2)];
+#pragma unroll
+      for (int w = 0; w < 4; w++) v.words[i][piece][w] = exists ? word_of(found, w) : 0;
+#endif
+    }
+  }
+}
+#else
 // A lane's own places in a stage of its warp.
 DEVICE u8* key_slot(u8* stage, int half, int j) { return stage + ((half * KEY_LOADS + j) * 32 + (threadIdx.x & 31)) * 16; }
 DEVICE u8* value_slot(u8* stage, int i, int piece) {
@@ -144,6 +180,7 @@ DEVICE void take(Keys& k, Values& v, u8* stage) {
 #endif
     }
 }
+#endif
 
 // The scale of key `lane` (lanes 0 to 15) or of value `lane - 16` of a turn.
 DEVICE float load_scale(const Stretch& in, int first) {
@@ -325,8 +362,12 @@ DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, flo
 // block (of the whole grid), `counters` a zero per (head and tile, sequence).
 KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, int layout, int first_token,
                                                   Partial* workspace, u32* counters) {
+#if STAGED
   DYNAMIC_SHARED(memory);
   Partial* shared = reinterpret_cast<Partial*>(memory);  // once all keys are done
+#else
+  SHARED Partial shared[DIM > 128 ? 2 : WARPS];
+#endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int head = blockIdx.y % cache.heads, first_row = blockIdx.y / cache.heads * 16, sequence = blockIdx.z;
   const int rows = min(16, in.queries * in.group - first_row);
@@ -344,27 +385,37 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   const int begin = turns * split / splits, end = turns * (split + 1) / splits;
 
   // The first turns' keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
-  const Stretch keys = {cache, in.tables + sequence * in.table_stride, head, stop};
-  u8* ring = memory + warp * (STAGES * STAGE_BYTES);
+  const Stretch stretch = {cache, in.tables + sequence * in.table_stride, head, stop};
   const int first_turn = begin + warp;
   float scale = 0.0f;
+#if STAGED
+  u8* ring = memory + warp * (STAGES * STAGE_BYTES);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     const int turn = first_turn + s * WARPS, first = start + turn * KEYS;
     if (turn >= end || first + KEYS > positions[0]) break;
-    fetch(ring + s * STAGE_BYTES, keys, first);
-    if (s == 0) scale = load_scale(keys, first);
+    fetch(ring + s * STAGE_BYTES, stretch, first);
+    if (s == 0) scale = load_scale(stretch, first);
   }
   wait_for_previous();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
     const int turn = first_turn + s * WARPS, first = start + turn * KEYS;
     if (turn < end && first + KEYS > positions[0]) {
-      fetch(ring + s * STAGE_BYTES, keys, first);
-      if (s == 0) scale = load_scale(keys, first);
+      fetch(ring + s * STAGE_BYTES, stretch, first);
+      if (s == 0) scale = load_scale(stretch, first);
     }
     end_copy_group();  // the first one has all early copies
   }
+#else
+  Keys ahead;
+  Values v;
+  const int earliest = start + first_turn * KEYS;
+  const bool is_early = earliest + KEYS <= positions[0], has_turn = first_turn < end;
+  if (has_turn && is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+  wait_for_previous();
+  if (has_turn && !is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+#endif
 
   u32 q[STEPS][4];
   load_queries(q, in, sequence, head, first_row);
@@ -379,19 +430,31 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
 #pragma unroll
     for (int i = 0; i < 4; i++) state.o[n][i] = 0.0f;
 
+#if STAGED
   int stage = 0;
+#endif
   for (int turn = first_turn; turn < end; turn += WARPS) {
-    const int first = start + turn * KEYS, later = turn + (STAGES - 1) * WARPS;
+    const int first = start + turn * KEYS, next = first + WARPS * KEYS;
+    const bool goes_on = turn + WARPS < end;
+    const float now = scale;
+    if (goes_on) scale = load_scale(stretch, next);
+#if STAGED
+    const int later = turn + (STAGES - 1) * WARPS;
     wait_for_copies<STAGES - 2>();
     Keys k;
     Values v;
     take(k, v, ring + stage * STAGE_BYTES);
-    const float now = scale;
-    if (turn + WARPS < end) scale = load_scale(keys, first + WARPS * KEYS);
-    if (later < end) fetch(ring + (stage ? stage - 1 : STAGES - 1) * STAGE_BYTES, keys, start + later * KEYS);
+    if (later < end) fetch(ring + (stage ? stage - 1 : STAGES - 1) * STAGE_BYTES, stretch, start + later * KEYS);
     end_copy_group();
-    attend(state, q, k, v, now, how, first, position);
     if (++stage == STAGES) stage = 0;
+#else
+    const Keys k = ahead;
+    if (goes_on) load_keys(ahead, stretch, next);
+#endif
+    attend(state, q, k, v, now, how, first, position);
+#if !STAGED
+    if (goes_on) load_values(v, stretch, next);
+#endif
   }
 #pragma unroll
   for (int row = 0; row < 2; row++) {

@@ -7,17 +7,19 @@
 
 #define WIDE 256
 
-// Where a pair of numbers lies, in words, in a matrix of `pairs` per token.
-DEVICE u64 pair_at(int token, int pair, int pairs, int layout) {
-  if (!layout) return (u64)token * pairs + pair;
-  const int tiles = layout & (WIDE - 1), slab = token / (8 * tiles), n = token % (8 * tiles) >> 3, g = token & 7;
-  const u64 chunk = (u64)slab * pairs * 8 * tiles + (u64)(pair >> 5) * 256 * tiles;
-  const int h = pair >> 4 & 1, t = pair >> 2 & 3, sp = pair & 3;
-  return chunk + (layout & WIDE ? (((h * 4 + sp) * tiles + n) * 8 + g) * 4 + t : (((n * 2 + h) * 8 + g) * 4 + t) * 4 + sp);
+// Where a pair of numbers lies, in words, in a matrix of `pairs` per token: the sum of what its place in the token and its token add.
+DEVICE u32 pair_place(int pair, int layout) {
+  if (!layout) return pair;
+  const int tiles = layout & (WIDE - 1), h = pair >> 4 & 1, t = pair >> 2 & 3, sp = pair & 3;
+  return (pair >> 5) * 256 * tiles + (layout & WIDE ? (h * 4 + sp) * tiles * 32 + t : h * 128 + t * 4 + sp);
 }
-
-DEVICE u64 number_at(int token, int column, int columns, int layout) {
-  return pair_at(token, column >> 1, columns >> 1, layout) * 2 + (column & 1);
+DEVICE u64 token_in_slab(int in_slab, int pairs, int layout) {
+  const int n = in_slab >> 3, g = in_slab & 7;
+  return !layout ? (u64)in_slab * pairs : layout & WIDE ? n * 32 + g * 4 : n * 256 + g * 16;
+}
+DEVICE u64 pair_at(int token, int pair, int pairs, int layout) {
+  const int slab_tokens = layout ? 8 * (layout & (WIDE - 1)) : 1, slab = token / slab_tokens;
+  return (u64)slab * pairs * slab_tokens + token_in_slab(token % slab_tokens, pairs, layout) + pair_place(pair, layout);
 }
 
 // Eight numbers in a row (a unit) of a token.

@@ -179,7 +179,7 @@ KERNEL rotate_and_write(u16* qkv, const int* positions, const int* slots, Pool p
     return;
   }
   u8* row = pool.pool + (slot / pool.block_size) * pool.row_bytes;
-  const u64 item = (u64)(head - query_heads - (is_value ? pool.heads : 0)) * pool.block_size + slot % pool.block_size;
+  const u64 item = (u64)(slot % pool.block_size) * pool.heads + head - query_heads - (is_value ? pool.heads : 0);
   // The reference rounds keys to the type of activations before the codec sees them.
   for (int j = 0; j < MOST_OF_LANE; j++) x[j] = low<F16>(pack<F16>(x[j], 0.0f));
   if (pool.is_int8) {

@@ -156,29 +156,43 @@ struct Output {
   int layout;  // of `values`, see `layout.cuh`
 };
 
-DEVICE void store(const Output& out, int token, int column, float value) {
-  const u64 at = (u64)token * out.columns + column;
-  if (out.is_float32) static_cast<float*>(out.values)[at] = value;
-  else static_cast<u16*>(out.values)[out.layout ? number_at(token, column, out.columns, out.layout) : at] = static_cast<u16>(pack<F16>(value, 0.0f));
+// A column of the output: what it adds to the place of a number. Tokens of a launch are those of one slab.
+struct Column {
+  u64 place;
+  bool exists;
+};
+
+DEVICE Column column_of(const Output& out, int column) {
+  return Column{(u64)pair_place(column >> 1, out.layout) * 2 + (column & 1), column < out.columns};
 }
 
-// Lane 4 g + t has rows g and g + 8 of a tile and tokens 2 t and 2 t + 1.
-DEVICE void finish(const Output& out, const Matrix& m, int tile, int nt, int tokens, const float (&c)[4]) {
+DEVICE void store(const Output& out, u64 token_place, const Column& column, float value) {
+  if (!column.exists) return;
+  if (out.is_float32) static_cast<float*>(out.values)[token_place + column.place] = value;
+  else static_cast<u16*>(out.values)[token_place + column.place] = static_cast<u16>(pack<F16>(value, 0.0f));
+}
+
+// Lane 4 g + t has rows g and g + 8 of a tile and tokens 2 t and 2 t + 1 of each tile of tokens.
+DEVICE void finish(const Output& out, const Matrix& m, int tile, int tokens, const float (&c)[NT][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, row = tile * 16 + g;
   const float bias0 = m.bias && row < m.rows ? m.bias[row] : 0.0f;
   const float bias1 = m.bias && row + 8 < m.rows ? m.bias[row + 8] : 0.0f;
+  const Column first_column = column_of(out, GATED ? tile * 8 + g : row), second_column = column_of(out, row + 8);
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int token = nt * 8 + 2 * (lane & 3) + e;
-    if (token >= tokens) continue;
-    const float first = c[e] + bias0, second = c[2 + e] + bias1;
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int token = n * 8 + 2 * (lane & 3) + e;
+      if (token >= tokens) continue;
+      const u64 token_place = token_in_slab(token, out.columns / 2, out.layout) * 2;
+      const float first = c[n][e] + bias0, second = c[n][2 + e] + bias1;
 #if GATED
-    if (row + 8 < m.rows) store(out, token, tile * 8 + g, activate(first) * second);
+      store(out, token_place, first_column, activate(first) * second);
 #else
-    if (row < m.rows) store(out, token, row, first);
-    if (row + 8 < m.rows) store(out, token, row + 8, second);
+      store(out, token_place, first_column, first);
+      store(out, token_place, second_column, second);
 #endif
-  }
+    }
 }
 
 DEVICE void add_residual(const Output& out, const Matrix& m, int tile, int nt, int tokens, float (&c)[4]) {
@@ -254,7 +268,5 @@ DEVICE void write_results(Sums& sums, const Output& out, const Matrix& m, int fi
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-      if (first_tile + r < tiles && n * 8 < tokens) finish(out, m, first_tile + r, n, tokens, sums.total[r][n]);
+    if (first_tile + r < tiles) finish(out, m, first_tile + r, tokens, sums.total[r]);
 }
