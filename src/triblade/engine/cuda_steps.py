@@ -40,7 +40,7 @@ class StepInputs:
     host: Tensor  # int32
     device: Tensor
     tokens: Tensor  # device, [3, rows]: ids, positions, slots
-    draws: Tensor  # device, [5, rows]; see `kernels/vectors.cu`
+    draws: Tensor  # device, [5, rows]; see `kernels/draw.cu`
     num_blocks: Tensor  # device, [sequences]
     tables: Tensor  # device, [sequences, width]
 
@@ -242,7 +242,7 @@ class RecordedSteps:
 
 
 def write_draws(columns: Integers, draws: Sequence[Draw]) -> None:
-    """Settings of rows as columns [5, R] of `kernels/vectors.cu`; further columns stay as they are."""
+    """Settings of rows as columns [5, R] of `kernels/draw.cu`; further columns stay as they are."""
     for number, draw in enumerate(draws):
         if draw is not GREEDY:
             seed = np.array([draw.seed], dtype=np.uint64).view(np.int32)

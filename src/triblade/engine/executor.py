@@ -76,7 +76,7 @@ class DrawsTokens(Protocol):
     """An executor that can draw tokens itself."""
 
     def expect_draws(self, draws: Sequence[Draw] | None) -> None:
-        """How each item of the next `forward` goes on, None if all are greedy: `score` without logits gives these tokens as best."""
+        """How each item of the next `forward` goes on; None if all are greedy. `score` without logits gives these tokens."""
         ...
 
 

@@ -21,8 +21,8 @@ TURN_KEYS = 16  # of a warp
 MAX_HEAD_DIM = 256
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
-# From so many heads of sequences on, int8 keys and values are copied ahead into shared memory: half the bytes arrive in half the time
-# only if more of them are on their way. With 16 bits, or fewer of them, it costs more than it gains.
+# From so many heads of sequences on, int8 keys and values are copied ahead into shared memory: half the bytes arrive in
+# half the time only if more of them are on their way. With 16 bits, or fewer heads, it costs more than it gains.
 STAGED_BLOCKS = 128
 
 

@@ -27,6 +27,7 @@ LEAST_CAPABILITY = (
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_PARTS = {"linear.cu": ("weights.cuh",), "wide.cu": ("weights.cuh",), "attention.cu": ("keys.cuh",)}
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -67,8 +68,8 @@ def why_no_compiler() -> str | None:
 
 def source_text(name: str) -> str:
     """A kernel source of `kernels/` with the files it builds on, but without `device.cuh`."""
-    parts = ("layout.cuh", "weights.cuh", name) if name in ("linear.cu", "wide.cu") else ("layout.cuh", name)
     folder = resources.files("triblade.ops.cuda") / "kernels"
+    parts = ("layout.cuh", *_PARTS.get(name, ()), name)
     return "".join((folder / part).read_text(encoding="utf-8") for part in parts)
 
 

@@ -1,7 +1,8 @@
 """Matrix products with packed weights: few tokens by the streaming kernels, many by spelling the weights out for the library.
 
-`layout` says by how many tokens which kernel multiplies, `tilings` how it cuts. Results do not depend on timing: sums over warps and
-blocks are taken in a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time, in stream order.
+`layout` says by how many tokens which kernel multiplies, `tilings` how it cuts. Results do not depend on timing: sums over
+warps and blocks are taken in a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time,
+in stream order.
 """
 
 from __future__ import annotations

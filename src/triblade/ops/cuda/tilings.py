@@ -134,13 +134,16 @@ def _resident(groups: int) -> int:
 
 
 def _wide_cost(matrix: DeviceMatrix, cut: WideTiling) -> float:
-    """About how long a product takes, in chunks of 64 rows by 64 inputs on one multiprocessor: its fullest one decides, starting and
-    ending a block costs some, and every split is written and read again."""
-    sets = -(-matrix.rows // (TILE_ROWS * cut.block_tiles))
-    rounds = -(-sets * cut.splits // (MULTIPROCESSORS * cut.blocks)) * cut.blocks
+    """About how long a product takes, from what was measured on an H200; 1 is a warpgroup's part of a chunk of 64 inputs.
+
+    A chunk costs the same however few rows share it, and something for each warpgroup on the multiprocessor; blocks cost
+    something to begin and to end, splits to write sums and to read them.
+    """
+    blocks = -(-matrix.rows // (TILE_ROWS * cut.block_tiles)) * cut.splits
+    at_once = min(cut.blocks, -(-blocks // MULTIPROCESSORS))
+    rounds = -(-blocks // (MULTIPROCESSORS * at_once))
     chunks = matrix.inputs / CHUNK / cut.splits
-    work = rounds * (cut.groups * chunks + 8)
-    return work + (4 * cut.splits if cut.splits > 1 else 0)
+    return rounds * (chunks * (4.4 + cut.groups * at_once) + 32) + (8 * cut.splits if cut.splits > 1 else 0)
 
 
 @cache

@@ -18,7 +18,7 @@ MAX_WIDTH = 8192  # of a norm: what a block keeps in registers
 BEST_SPLITS = 32
 DRAW_THREADS = DRAW_TOKENS = 256
 DRAW_SPLITS = 16
-DRAW_COLUMNS = 5  # of a row's settings; see `kernels/vectors.cu`
+DRAW_COLUMNS = 5  # of a row's settings; see `kernels/draw.cu`
 
 
 def why_not_width(hidden_size: int) -> str | None:
@@ -87,12 +87,14 @@ class VectorKernels:
         self._launch("best_token", grid, BEST_THREADS, [pointer(logits), *numbers, *scratch])
 
     def draw_token(self, logits: Tensor, vocabulary: int, draws: Tensor, tokens: Tensor) -> None:
-        """Best tokens [R] of capped logits [R, V] become draws where `draws` [5, R] int32 has a temperature."""
+        """Best tokens [R] of capped logits [R, V] become draws where `draws` [5, R] int32 (`kernels/draw.cu`) has a temperature."""
         numbers = (ctypes.c_int(logits.shape[1]), ctypes.c_int(vocabulary))
         settings = _Draws(draws.data_ptr(), draws.shape[1])
         scratch = [pointer(t) for t in (self._sums, self._counters, tokens)]
         grid = (DRAW_SPLITS, logits.shape[0], 1)
-        self._launch("draw_token", grid, DRAW_THREADS, [pointer(logits), *numbers, settings, *scratch])
+        self._launch(
+            "draw_token", grid, DRAW_THREADS, [pointer(logits), *numbers, settings, *scratch], source="draw.cu"
+        )
 
     def advance(
         self,
@@ -110,6 +112,15 @@ class VectorKernels:
         grid = (-(-rows // 128), 1, 1)
         self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)], overlaps=False)
 
-    def _launch(self, name: str, grid: Grid, threads: int, arguments: list[object], *, overlaps: bool = True) -> None:
-        kernel = self._device.kernel("vectors.cu", name, self._constants)
+    def _launch(
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        arguments: list[object],
+        *,
+        source: str = "vectors.cu",
+        overlaps: bool = True,
+    ) -> None:
+        kernel = self._device.kernel(source, name, self._constants)
         self._device.launch(kernel, grid, threads, arguments, overlaps=overlaps)
