@@ -1,247 +1,5 @@
-// Rotating queries and keys, writing the cache, and attention over it. Part of kernels.inl, which includes it inside its namespace.
-
-// ---- rope and the cache -----------------------------------------------------------------------------------------------------
-
-inline void norm_head(float* head, const float* weight, int dim, float eps) {
-  const F inverse = set(1.0f / std::sqrt(sum_of_squares(head, dim) / dim + eps));
-  for (int d = 0; d < dim; d += kTile) store(head + d, mul(load(head + d), mul(inverse, load(weight + d))));
-}
-
-inline void rotate(float* head, const float* cos, const float* sin, int pairs) {
-  int i = 0;
-  for (; i + kTile <= pairs; i += kTile) {
-    const F first = load(head + i), second = load(head + i + pairs), c = load(cos + i), s = load(sin + i);
-    store(head + i, sub(mul(first, c), mul(second, s)));
-    store(head + i + pairs, fma(first, s, mul(second, c)));
-  }
-  for (; i < pairs; i++) {
-    const float first = head[i], second = head[i + pairs];
-    head[i] = first * cos[i] - second * sin[i];
-    head[i + pairs] = second * cos[i] + first * sin[i];
-  }
-}
-
-// Int8 codes of a vector for the cache, and their float16 scale, rounded up so that 127 steps reach the largest number.
-inline uint16_t cache_codes(const float* x, int dim, int8_t* codes) {
-  F top = zero();
-  for (int d = 0; d < dim; d += kTile) top = max(top, abs(load(x + d)));
-  const float exact = highest(top) / 127.0f;
-  const uint16_t scale = std::max<uint16_t>(to_half(exact * (1 + 0x1p-11f) + 0x1p-25f), 1);
-  const F step = set(half_value(scale));
-  for (int d = 0; d < dim; d += kTile) store_int8(codes + d, round(div(load(x + d), step)));
-  return scale;
-}
-
-inline void write_token(const LayerCache& cache, int slot, int head, const float* key, const float* value) {
-  const int dim = cache.head_dim, block = slot / cache.block_size, offset = slot % cache.block_size;
-  const int tile = offset / kTile, token = offset % kTile;
-  uint8_t* keys = cache.tile(cache.keys, block, tile, head);
-  uint8_t* values = cache.tile(cache.values, block, tile, head);
-  if (cache.cache == Cache::kBf16) {
-    auto* k = reinterpret_cast<uint16_t*>(keys);
-    auto* v = reinterpret_cast<uint16_t*>(values);
-    for (int d = 0; d < dim; d++) k[(d / 2 * kTile + token) * 2 + d % 2] = to_bf16(key[d]);
-    for (int d = 0; d < dim; d++) v[token * dim + d] = to_bf16(value[d]);
-    return;
-  }
-  alignas(64) int8_t codes[kMaxHeadDim];
-  cache.scale_tile(cache.key_scales, block, tile, head)[token] = cache_codes(key, dim, codes);
-  for (int d = 0; d < dim; d += 4) std::memcpy(keys + (d / 4 * kTile + token) * 4, codes + d, 4);
-  cache.scale_tile(cache.value_scales, block, tile, head)[token] = cache_codes(value, dim, codes);
-  uint8_t* quad = values + static_cast<int64_t>(token / 4) * dim * 4 + token % 4;
-  for (int d = 0; d < dim; d++) quad[d * 4] = static_cast<uint8_t>(codes[d]);
-}
-
-void rope_write(float* qkv, const AttentionShape& shape, const float* norm, float eps, const float* cos, const float* sin,
-                int rotary_pairs, const int32_t* positions, const int32_t* slots, const LayerCache& cache, Share tokens) {
-  const int dim = shape.head_dim, rotated = shape.heads + shape.kv_heads, width = (rotated + shape.kv_heads) * dim;
-  for (int t = tokens.begin; t < tokens.end; t++) {
-    float* row = qkv + static_cast<int64_t>(t) * width;
-    const int64_t angle = static_cast<int64_t>(positions[t]) * rotary_pairs;
-    for (int h = 0; h < rotated; h++) {
-      if (norm) norm_head(row + h * dim, norm + h * dim, dim, eps);
-      rotate(row + h * dim, cos + angle, sin + angle, rotary_pairs);
-    }
-    for (int g = 0; g < shape.kv_heads; g++) {
-      write_token(cache, slots[t], g, row + (shape.heads + g) * dim, row + (rotated + g) * dim);
-    }
-  }
-}
-
-// ---- attention --------------------------------------------------------------------------------------------------------------
-
-// A tile of up to kMaxRows query vectors (heads of one group of some tokens), in the form that the cache multiplies.
-struct Queries {
-  int rows = 0;
-  int last_key[kMaxRows];   // position of the query: the last key it sees
-  int first_key[kMaxRows];  // the first one
-  float scale[kMaxRows];    // of the int8 codes, times the attention scale
-  int32_t sum[kMaxRows];    // of the codes
-  int8_t* codes;            // [R, D]
-  uint16_t* halves;         // [R, D]
-};
-
-// The first key that the query at a position sees.
-inline int first_key_of(int position, const AttentionShape& shape) {
-  return shape.window ? std::max(0, position - shape.window + 1) : 0;
-}
-
-inline void load_query(Queries& q, const float* head, const AttentionShape& shape, Cache cache, int position) {
-  const int dim = shape.head_dim, r = q.rows++;
-  q.last_key[r] = position;
-  q.first_key[r] = first_key_of(position, shape);
-  if (cache == Cache::kBf16) {
-    for (int d = 0; d < dim; d++) q.halves[r * dim + d] = to_bf16(head[d]);
-    q.scale[r] = shape.scale;
-    return;
-  }
-  float step;
-  quantize_group(head, dim, q.codes + r * dim, &step, &q.sum[r]);
-  q.scale[r] = step * shape.scale;
-}
-
-// The cache of one sequence, tile by tile.
-struct Keys {
-  const LayerCache& cache;
-  const int32_t* table;
-
-  int block(int key) const { return table[key / cache.block_size]; }
-  int tile(int key) const { return key % cache.block_size / kTile; }
-  int tile_bytes() const { return kTile * cache.head_dim * (cache.cache == Cache::kInt8 ? 1 : 2); }
-  const uint8_t* keys(int key, int head) const { return cache.tile(cache.keys, block(key), tile(key), head); }
-  const uint8_t* values(int key, int head) const { return cache.tile(cache.values, block(key), tile(key), head); }
-  const uint16_t* key_scales(int key, int head) const {
-    return cache.cache == Cache::kInt8 ? cache.scale_tile(cache.key_scales, block(key), tile(key), head) : nullptr;
-  }
-  const uint16_t* value_scales(int key, int head) const { return cache.scale_tile(cache.value_scales, block(key), tile(key), head); }
-};
-
-// One item: which rows of the step are its queries, and which keys they see.
-struct ItemView {
-  const AttentionItem& item;
-  const AttentionShape& shape;
-  const Sequences& sequences;
-  const Keys keys;
-
-  ItemView(const AttentionItem& item, const AttentionShape& shape, const Sequences& sequences, const LayerCache& cache)
-      : item(item), shape(shape), sequences(sequences), keys{cache, sequences.tables[item.sequence]} {}
-
-  int heads() const { return item.head_end - item.head_begin; }
-  int per_group() const { return shape.heads / shape.kv_heads; }
-  int rows() const { return (item.query_end - item.query_begin) * per_group(); }  // of one head
-  int token(int row) const { return item.query_begin + row / per_group(); }
-  int first_row() const { return sequences.first_row[item.sequence]; }
-  int position(int token) const {
-    return sequences.length[item.sequence] - (sequences.first_row[item.sequence + 1] - first_row()) + token;
-  }
-  // Where a row lies in [T, H].
-  int64_t place(int head, int row) const {
-    return static_cast<int64_t>(first_row() + token(row)) * shape.heads + head * per_group() + row % per_group();
-  }
-  // The keys of a piece that some query of [begin, end) sees. Chunks begin at multiples of their size whatever is computed beside,
-  // so that a row's bits never depend on it.
-  Share keys_of(int piece, int query_begin, int query_end) const {
-    const int first = first_key_of(position(query_begin), shape) / kKeyChunk * kKeyChunk;
-    return {std::max(piece * kPieceKeys, first), std::min((piece + 1) * kPieceKeys, position(query_end - 1) + 1)};
-  }
-  void load(Queries& q, const float* qkv, int head, int first, int rows) const {
-    const int width = shape.heads + 2 * shape.kv_heads;
-    q.rows = 0;
-    for (int r = first; r < first + rows; r++) {
-      const int64_t row = static_cast<int64_t>(first_row() + token(r)) * width + head * per_group() + r % per_group();
-      load_query(q, qkv + row * shape.head_dim, shape, keys.cache.cache, position(token(r)));
-    }
-  }
-};
-
-// What an item reads next, fetched a fixed distance ahead of where it is. Blocks lie a whole row apart, where the processor does not
-// look ahead by itself, so the lines are named one by one: as many at each step as are used up by it, since a burst of them is dropped.
-// In the order of memory, all heads of a tile together, which is much faster than head after head.
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const ItemView& item, const ItemView* next) : view_(&item), next_(next), piece_(item.item.piece_begin) { open(); }
-
-  // How far: the heads of `kUnit` keys are worked on one after the other.
-  static int lines(const ItemView& view) {
-    const int unit = view.heads() * view.keys.tile_bytes() * (kUnit / kTile);
-    return std::max(kAheadBytes, unit + unit / 2) / kLine;
-  }
-
-  void step(int lines) {
-    while (lines > left_) {
-      for (; left_ > 0; left_--, lines--, at_ += kLine) prefetch(at_);
-      next_run();
-      if (!view_) return;
-    }
-    for (int i = 0; i < lines; i++) prefetch(at_ + i * kLine);
-    at_ += lines * kLine, left_ -= lines;
-  }
-
-  // Lines that were fetched already.
-  void skip(int lines) {
-    for (; lines > left_; next_run()) {
-      if (!view_) return;
-      lines -= left_;
-    }
-    at_ += lines * kLine, left_ -= lines;
-  }
-
- private:
-  static constexpr int kLine = 64, kAheadBytes = 24 << 10;
-  struct Run {
-    const uint8_t* start;
-    const uint16_t* scales;
-  };
-
-  void next_run() {
-    left_ = 0;
-    if (!view_) return;
-    if (++run_ == count_) return piece_++, open();
-    begin();
-  }
-
-  void begin() {
-    at_ = runs_[run_].start, left_ = run_lines_;
-    const uint16_t* scales = runs_[run_].scales;
-    if (scales) prefetch(scales), prefetch(scales + view_->heads() * kTile - 1);
-  }
-
-  // The runs of the piece, or of the first one after it that has keys to see.
-  void open() {
-    for (;; piece_++) {
-      if (piece_ == view_->item.piece_end) {
-        view_ = next_, next_ = nullptr;
-        if (!view_) return;
-        piece_ = view_->item.piece_begin;
-      }
-      run_ = count_ = 0;
-      list(view_->keys_of(piece_, view_->item.query_begin, view_->item.query_end));
-      if (count_ == 0) continue;
-      run_lines_ = view_->heads() * view_->keys.tile_bytes() / kLine;
-      return begin();
-    }
-  }
-
-  void list(Share range) {
-    const Keys& keys = view_->keys;
-    const int head = view_->item.head_begin;
-    const bool scaled = keys.cache.cache == Cache::kInt8;
-    for (int chunk = range.begin; chunk < range.end; chunk += kKeyChunk) {
-      const int stop = std::min(range.end, chunk + kKeyChunk);
-      for (int key = chunk; key < stop; key += kTile) runs_[count_++] = {keys.keys(key, head), keys.key_scales(key, head)};
-      for (int key = chunk; key < stop; key += kTile) {
-        runs_[count_++] = {keys.values(key, head), scaled ? keys.value_scales(key, head) : nullptr};
-      }
-    }
-  }
-
-  const ItemView *view_ = nullptr, *next_ = nullptr;
-  const uint8_t* at_ = nullptr;
-  int left_ = 0;  // lines of the run
-  int piece_ = 0, run_ = 0, count_ = 0, run_lines_ = 0;
-  Run runs_[2 * kPieceKeys / kTile];
-};
+// Attention over the cache: scores, online softmax, weighted values, and pieces joined in order. Part of kernels.inl, which includes it
+// inside its namespace, behind attention_items.inl. Invariant: a row's bits do not depend on who computed which piece.
 
 // Online softmax (Milakov and Gimelshein 2018) of some rows: highest score, sum of weights, weighted values.
 struct Accumulator {
@@ -265,7 +23,7 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
       for (int r = 0; r < R; r++) total[t][r] = set_int(-128 * q.sum[r0 + r]);
     }
     for (int d = 0; d < dim; d += 4) {
-      if (r0 == 0) ahead.step(T);
+      if (r0 == 0 && d % 16 != 12) ahead.step(T);
       B tile[T];
       for (int t = 0; t < T; t++) tile[t] = flip_signs(load_bytes(keys[t] + d * kTile));
       for (int r = 0; r < R; r++) {
@@ -284,7 +42,7 @@ inline void score_tiles(const Queries& q, int r0, const uint8_t* const* keys, co
     for (int r = 0; r < R; r++) total[t][r] = zero();
   }
   for (int d = 0; d < dim; d += 2) {
-    if (r0 == 0) ahead.step(T);
+    if (r0 == 0 && d % 8 != 6) ahead.step(T);
     B tile[T];
     for (int t = 0; t < T; t++) tile[t] = load_bytes(keys[t] + d * 2 * kTile);
     for (int r = 0; r < R; r++) {
@@ -345,27 +103,43 @@ inline void score_keys(const Queries& q, const Keys& keys, int head, const Atten
   }
 }
 
-// Turn a query's scores of a chunk into weights and shrink what was summed before. False when it sees nothing here.
-template <class Dim> inline bool weigh(float* scores, int count, Accumulator& acc, int r, Dim dim) {
+// 2^x for x <= 0, relative error below 1e-7 (minimax polynomial of degree 5 on [-1/2, 1/2]); exactly nothing for a key that is not seen.
+inline F power_of_2(F x) {
+  const F n = round(max(x, set(-126.0f))), r = sub(x, n);
+  F p = set(1.3264727e-3f);
+  p = fma(p, r, set(9.6715129e-3f));
+  p = fma(p, r, set(5.5507337e-2f));
+  p = fma(p, r, set(2.4022242e-1f));
+  p = fma(p, r, set(6.9314698e-1f));
+  p = fma(p, r, set(1.0f));
+  return zero_below(scale_by_power_of_2(p, n), x, -125.0f);
+}
+
+// Turn a query's scores of a chunk into weights, times `scales` where there are some, and shrink what was summed before; `pace` is
+// called for every 16 keys. Returns the largest of what was written, negative when the query sees nothing here.
+template <class Dim, class Pace>
+inline float weigh(float* scores, int count, const float* scales, Accumulator& acc, int r, Dim dim, Pace pace) {
+  constexpr float kLog2E = 1.44269504f;
   F top = set(kMinusInfinity);
   for (int i = 0; i < count; i += kTile) top = max(top, load(scores + i));
-  const float chunk_top = highest(top);
-  if (chunk_top <= kMinusInfinity) return false;
-  const float new_top = std::max(acc.top[r], chunk_top);
-  F total = zero();
+  const float chunk_top = highest(top), before = acc.top[r];
+  if (chunk_top <= kMinusInfinity) return -1;
+  const float new_top = std::max(before, chunk_top);
+  F total = zero(), largest = zero();
   for (int i = 0; i < count; i += kTile) {
-    const F difference = sub(load(scores + i), set(new_top));
-    const F weight = zero_below(exp(difference), difference, -86.0f);  // exactly nothing for a key that is not seen
-    store(scores + i, weight);
+    pace();
+    F weight = power_of_2(mul(sub(load(scores + i), set(new_top)), set(kLog2E)));
     total = add(total, weight);
+    if (scales) weight = mul(weight, load(scales + i)), largest = max(largest, weight);
+    store(scores + i, weight);
   }
-  const float shrink = acc.top[r] <= kMinusInfinity ? 0.0f : std::exp(acc.top[r] - new_top);
-  acc.total[r] = acc.total[r] * shrink + sum(total);
   acc.top[r] = new_top;
+  const float shrink = before == new_top ? 1.0f : before <= kMinusInfinity ? 0.0f : std::exp(before - new_top);
+  acc.total[r] = acc.total[r] * shrink + sum(total);
   if (shrink != 1.0f) {
     for (int d = 0; d < dim; d += kTile) store(acc.out + r * dim + d, mul(load(acc.out + r * dim + d), set(shrink)));
   }
-  return true;
+  return scales ? highest(largest) : 0.0f;
 }
 
 // out[r] += weights x values of some keys, bf16 values; W vectors of 16 columns from d on.
@@ -378,15 +152,20 @@ inline void add_values_bf16(const float* weights, const Keys& keys, int head, Sh
   for (int key = range.begin; key < range.end; key += kTile) {
     const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key, head)) + d;
     const int count = std::min(kTile, range.end - key);  // what lies behind is of a former owner, and may be NaN
-    for (int i = 0; i < count; i++, values += dim) {
-      if (ahead) ahead->step((W + 1) / 2);
+    auto take = [&](int i) {
       F value[W];
-      for (int w = 0; w < W; w++) value[w] = load_bf16(values + w * kTile);
+      for (int w = 0; w < W; w++) value[w] = load_bf16(values + i * dim + w * kTile);
       for (int r = 0; r < R; r++) {
         const F weight = set(weights[r * kKeyChunk + key - range.begin + i]);
         for (int w = 0; w < W; w++) total[r][w] = fma(value[w], weight, total[r][w]);
       }
+    };
+    int i = 0;
+    for (; i + 4 <= count; i += 4) {
+      if (ahead) ahead->step(W + W / 2);
+      for (int j = 0; j < 4; j++) take(i + j);
     }
+    for (; i < count; i++) take(i);
   }
   for (int r = 0; r < R; r++) {
     for (int w = 0; w < W; w++) store(out + r * dim + d + w * kTile, total[r][w]);
@@ -403,7 +182,7 @@ inline void add_values_int8(const uint8_t* codes, const Keys& keys, int head, Sh
   for (int key = range.begin; key < range.end; key += kTile) {
     const uint8_t* values = keys.values(key, head) + 4 * d;
     for (int i = 0; i < kTile; i += 4, values += 4 * dim) {
-      if (ahead) ahead->step(W);
+      if (ahead && i != 12) ahead->step(W);
       B tile[W];
       for (int w = 0; w < W; w++) tile[w] = load_bytes(values + w * 64);
       for (int r = 0; r < R; r++) {
@@ -417,17 +196,10 @@ inline void add_values_int8(const uint8_t* codes, const Keys& keys, int head, Sh
   }
 }
 
-// A row's weights times its tokens' value scales, as 8-bit codes of the chunk's largest; returns the step.
-inline float weight_codes(float* weights, const Keys& keys, int head, int begin, int end, uint8_t* codes) {
-  F top = zero();
-  for (int key = begin; key < end; key += kTile) {
-    const F scaled = mul(load(weights + key - begin), load_half(keys.value_scales(key, head)));
-    store(weights + key - begin, scaled);
-    top = max(top, scaled);
-  }
-  const float largest = highest(top);
+// A row's scaled weights as 8-bit codes of the largest; returns the step.
+inline float weight_codes(const float* weights, int count, float largest, uint8_t* codes) {
   const F inverse = set(largest > 0 ? 255.0f / largest : 0.0f);
-  for (int i = 0; i < end - begin; i += kTile) store_uint8(codes + i, round(mul(load(weights + i), inverse)));
+  for (int i = 0; i < count; i += kTile) store_uint8(codes + i, mul(load(weights + i), inverse));
   return largest / 255.0f;
 }
 
@@ -455,16 +227,21 @@ struct HeadSpace {
 };
 static_assert(sizeof(HeadSpace) <= kHeadSpaceBytes);
 
-// Weights of a chunk from its scores; for int8 values in codes as well.
-template <class Dim> inline void weigh_chunk(HeadSpace& head, const Keys& keys, int number, Share chunk, Dim dim) {
-  const int rows = head.queries.rows, padded = (chunk.end - chunk.begin + kTile - 1) / kTile * kTile;
+// Weights of a chunk from its scores; for int8 values in codes as well. A quarter of the lines that a chunk's time is worth are
+// fetched here.
+template <class Dim> inline void weigh_chunk(HeadSpace& head, const Keys& keys, int number, Share chunk, Dim dim, Ahead& ahead) {
+  const bool coded = keys.cache.cache == Cache::kInt8;
+  const int rows = head.queries.rows, padded = (chunk.end - chunk.begin + kTile - 1) / kTile * kTile, lines = keys.tile_bytes() / 128;
+  alignas(64) float scales[kKeyChunk];
+  for (int i = 0; coded && i < padded; i += kTile) store(scales + i, load_half(keys.value_scales(chunk.begin + i, number)));
   for (int r = 0; r < rows; r++) {
     float* scores = head.scores + r * kKeyChunk;
-    if (!weigh(scores, padded, head.piece, r, dim)) std::fill_n(scores, kKeyChunk, 0.0f);
-    if (keys.cache.cache != Cache::kInt8) continue;
-    head.steps[r] = weight_codes(scores, keys, number, chunk.begin, chunk.end, head.codes + r * kKeyChunk);
+    const int share = (r + 1) * lines / rows - r * lines / rows;
+    const float largest = weigh(scores, padded, coded ? scales : nullptr, head.piece, r, dim, [&] { ahead.step(share); });
+    if (largest < 0) std::fill_n(scores, kKeyChunk, 0.0f);
+    if (coded) head.steps[r] = weight_codes(scores, padded, largest, head.codes + r * kKeyChunk);
   }
-  if (keys.cache.cache == Cache::kInt8) std::fill_n(head.sums, rows * dim, 0);
+  if (coded) std::fill_n(head.sums, rows * dim, 0);
 }
 
 // Add the values of some keys, which stand from `at` on in their chunk.
@@ -524,13 +301,14 @@ inline void attend_piece(const ItemView& view, const HeadSpaces& heads, Share ke
     in_turns([&](int h, Share range, int at) {
       score_keys(heads[h].queries, view.keys, first + h, view.shape, dim, range, ahead, heads[h].scores + at);
     });
-    for (int h = 0; h < count; h++) weigh_chunk(heads[h], view.keys, first + h, chunk, dim);
+    for (int h = 0; h < count; h++) weigh_chunk(heads[h], view.keys, first + h, chunk, dim, ahead);
     in_turns([&](int h, Share range, int at) { add_values(heads[h], view.keys, first + h, range, at, dim, ahead); });
     if (view.keys.cache.cache == Cache::kInt8) {
       for (int h = 0; h < count; h++) add_sums(heads[h], dim);
     }
   }
 }
+
 // Join a row's next piece (highest score, sum of weights, weighted values) to those before it. Pieces are joined in order, whoever
 // computed them, so that the bits are always the same.
 inline void join_piece(float top, float total, const float* out, int dim, float* joined_top, float* joined_total, float* joined) {

@@ -362,6 +362,10 @@ void linear(const Matrix& matrix, const Activations& x, int tokens, Epilogue epi
   }
 }
 
+#include "cache_write.inl"
+
+#include "attention_items.inl"
+
 #include "attention.inl"
 
 void softcap(float* x, int64_t count, float cap) {

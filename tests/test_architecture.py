@@ -32,11 +32,12 @@ LINE = (
     "cli",
 )
 BASE = {"", "errors", "registry", "config", "sampling_params", "host", "console"}
+COMMAND_LINE = {"cli", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")
 PURE += ("bench.workload", "bench.metrics")
 HEAVY = {"torch", "numpy"}
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 450, 6
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 420, 6
 RANK = {name: rank for rank, names in enumerate(LINE) for name in names.split("|")}
 
 
@@ -51,9 +52,9 @@ def modules() -> Mapping[str, ast.Module]:
 
 
 def layer(module: str) -> str:
-    """`engine.scheduler` -> `engine`; modules of the base and `__main__` have no package of their own."""
+    """`engine.scheduler` -> `engine`; modules of the base and of the command line have no package of their own."""
     head = module.partition(".")[0]
-    return "base" if module in BASE else "cli" if head == "__main__" else head
+    return "base" if head in BASE else "cli" if head in COMMAND_LINE else head
 
 
 def imports(module: str, *, at_load: bool = False) -> Iterator[str]:
@@ -140,7 +141,7 @@ def test_only_config_reads_the_environment() -> None:
         f"{module}:{node.lineno}"
         for module, tree in modules().items()
         for node in ast.walk(tree)
-        if module != "config"
+        if module != "config.environment"
         and (
             (isinstance(node, ast.Attribute) and node.attr in reads and ast.unparse(node.value) == "os")
             or (isinstance(node, ast.ImportFrom) and node.module == "os" and reads & {a.name for a in node.names})
@@ -228,8 +229,8 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_files_are_short_and_say_what_they_are() -> None:
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
-    assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
+    assert not {str(path): length for path, length in lengths.items() if length > MAX_FILE_LINES}
     assert not [name for name, tree in modules().items() if tree.body and not ast.get_docstring(tree)]
 
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,6 +42,7 @@ Written by `make docs` from the code; change the code, not this page.
 Answers go to standard output; logs, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
 options, 130 interrupted. Every option has the name of a field with dashes (`max_model_len` is `--max-model-len`); a
 switch that is on is turned off with `--no-...`. The model is the first argument or `--model` (`--target` of `align`).
+Every command but `version` takes `--log-level`: `debug`, `info`, `warning` or `error`.
 """
 ENVIRONMENT = """\
 ## Environment
@@ -56,9 +57,11 @@ ENVIRONMENT = """\
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Field name -> the string that stands below it in the class."""
+    """Field name -> the string that stands below it in the class, or in one that it inherits from."""
+    docs: dict[str, str] = {}
+    for parent in kind.__bases__:
+        docs |= field_docs(parent) if is_dataclass(parent) else {}
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    docs = {}
     for node, below in pairwise(tree.body if isinstance(tree, ast.ClassDef) else []):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
             docs[node.target.id] = " ".join(ast.literal_eval(below.value).split())
@@ -69,14 +72,20 @@ def default(field: Field[Any]) -> str:
     """The default as a user would write it."""
     if field.default is MISSING:
         return "required"
-    if field.default in (None, (), ""):
-        return ""
-    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+    return "" if field.default in (None, (), "") else f"`{as_written(field.default)}`"
+
+
+def as_written(value: Any) -> str:
+    """A value as it stands in TOML or on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def choices(hint: Any) -> str:
-    """The values of a closed set, as the end of a sentence."""
-    return f" One of: {', '.join(f'`{value}`' for value in get_args(hint))}." if get_origin(hint) is Literal else ""
+    """The values of a closed set, or of one that may be left out, as the end of a sentence."""
+    for kind in (hint, *get_args(hint)):
+        if get_origin(kind) is Literal:
+            return f" One of: {', '.join(f'`{value}`' for value in get_args(kind))}."
+    return ""
 
 
 def option_table(title: str, kind: type) -> Iterator[str]:
@@ -117,7 +126,7 @@ def given(parameter: inspect.Parameter) -> str:
     """The default in words."""
     if parameter.default is parameter.empty:
         return " (required)"
-    return "" if parameter.default in (None, False) else f" (`{parameter.default}`)"
+    return "" if parameter.default in (None, False) else f" (`{as_written(parameter.default)}`)"
 
 
 def page() -> str:

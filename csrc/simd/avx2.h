@@ -76,8 +76,8 @@ inline void store_int8(int8_t* p, F rounded) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
-inline void store_uint8(uint8_t* p, F rounded) {
-  const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(rounded.a), _mm256_cvtps_epi32(rounded.b));
+inline void store_uint8(uint8_t* p, F x) {
+  const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
   const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
   const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
@@ -91,7 +91,8 @@ inline void store_bytes(void* p, B x) {
   auto* q = static_cast<__m256i*>(p);
   _mm256_storeu_si256(q, x.a), _mm256_storeu_si256(q + 1, x.b);
 }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// By hand: see avx512.h.
+inline void prefetch(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
 inline B low_nibbles(B x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};

@@ -75,8 +75,9 @@ inline void store_int8(int8_t* p, const F& rounded) {
   for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(std::clamp(rounded.v[i], -128.0f, 127.0f));
 }
 
-inline void store_uint8(uint8_t* p, const F& rounded) {
-  for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint8_t>(std::clamp(rounded.v[i], 0.0f, 255.0f));
+// Rounds to the nearest, ties to even.
+inline void store_uint8(uint8_t* p, const F& x) {
+  for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint8_t>(std::clamp(std::nearbyint(x.v[i]), 0.0f, 255.0f));
 }
 
 inline B load_bytes(const void* p) {

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Event
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
 from triblade import __version__, console
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
-from triblade.errors import NumericalError, TribladeError
+from triblade.conversation import converse, messages, print_error, stream, write
+from triblade.errors import TribladeError
 from triblade.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from triblade.llm import LLM
+    from _typeshed import DataclassInstance
 
 BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -84,6 +81,9 @@ app = App(
     version=__version__,
     version_format="plaintext",
     help_format="plaintext",
+    default_parameter=Parameter(
+        negative_iterable=()
+    ),  # no --empty-NAME beside every option that may be given several times
     suppress_keyboard_interrupt=False,
 )
 
@@ -125,9 +125,9 @@ def generate(
     params = sampling.params()
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM(engine)
-    for piece in _stream(llm, llm.tokenizer.encode_chat(_messages(system, text)) if chat else text, params):
-        _write(piece)
-    _write("\n")
+    for piece in stream(llm, llm.tokenizer.encode_chat(messages(system, text)) if chat else text, params):
+        write(piece)
+    write("\n")
 
 
 @app.command(usage="triblade chat MODEL [OPTIONS]")
@@ -147,7 +147,7 @@ def chat(
 
     console.setup_logging(log_level)
     params = sampling.params()
-    _converse(LLM(engine), _messages(system), params)
+    converse(LLM(engine), messages(system), params)
 
 
 @app.command(usage="triblade serve MODEL [OPTIONS]")
@@ -198,7 +198,7 @@ def evaluate(
         report = replace(
             report, repetition_rate=rates[0], against_repetition_rate=rates[1] if against is not None else None
         )
-    print(json.dumps(asdict(report)) if as_json else report)
+    _print_report(report, as_json)
 
 
 @app.command(usage="triblade convert MODEL --output DIR --calibration FILE [OPTIONS]")
@@ -219,7 +219,7 @@ def convert(
     if config.calibration == "self":
         config = replace(config, calibration=str(_own_text(config)))
     report = run(config)
-    print(json.dumps(asdict(report)) if as_json else report)
+    _print_report(report, as_json)
 
 
 @app.command(usage="triblade align TARGET --output DIR [OPTIONS]")
@@ -238,7 +238,7 @@ def align(
 
     console.setup_logging(log_level)
     report = align_head(config)
-    print(json.dumps(asdict(report)) if as_json else report)
+    _print_report(report, as_json)
 
 
 @app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")
@@ -259,13 +259,13 @@ def doctor(
     from triblade.engine.build import build_engine
     from triblade.engine.probe import probe as measure
     from triblade.models.loader import open_model
-    from triblade.spec.rope_trial import align_draft
+    from triblade.spec.rope_trial import fit_of_draft
 
     console.setup_logging(log_level)
     config = EngineConfig(model=target, drafter="draft", draft_model=draft)
-    alignment = align_draft(open_model(config), open_model(EngineConfig(model=draft)))
-    print(alignment)
-    if alignment.refusal is not None:
+    fit = fit_of_draft(open_model(config), open_model(EngineConfig(model=draft)))
+    print(fit)
+    if fit.refusal is not None:
         return 1
     if probe:
         acceptance = measure(build_engine(config))
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TribladeError as error:
         return _fail(error.message, error.hint, error.exit_code)
     except CycloptsError as error:
-        return _fail(" ".join(str(error).split()), "triblade --help lists commands and options", BAD_OPTIONS)
+        return _fail(_what_is_wrong(error), _where_to_look(arguments), BAD_OPTIONS)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -306,6 +306,22 @@ def _name_the_model(arguments: Sequence[str]) -> list[str]:
         option = "--target" if arguments[0] == "align" else "--model" if arguments[0] in MODEL_COMMANDS else None
         return [arguments[0], option, *arguments[1:]] if option else list(arguments)
     return list(arguments)
+
+
+def _print_report(report: DataclassInstance, as_json: bool) -> None:
+    print(json.dumps(asdict(report)) if as_json else report)
+
+
+def _what_is_wrong(error: CycloptsError) -> str:
+    if isinstance(error, MissingArgumentError) and error.keyword is None and error.argument is not None:
+        return f"missing: {error.argument.name}"
+    return " ".join(str(error).split())
+
+
+def _where_to_look(arguments: Sequence[str]) -> str:
+    if arguments and arguments[0] in app:
+        return f"triblade {arguments[0]} --help lists its options"
+    return "triblade --help lists the commands"
 
 
 def _both(engine: EngineConfig, against: str | None) -> list[EngineConfig]:
@@ -334,9 +350,7 @@ def _own_text(config: ConvertConfig) -> Path:
 
 
 def _fail(message: str, hint: str | None, exit_code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    print_error(message, hint)
     return exit_code
 
 
@@ -344,87 +358,3 @@ def _reader_left() -> int:
     """Keep the interpreter's own flush at exit from complaining about the pipe that is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
-
-
-def _messages(system: str | None, user: str | None = None) -> list[dict[str, str]]:
-    turns = (("system", system), ("user", user))
-    return [{"role": role, "content": content} for role, content in turns if content is not None]
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[str, None, None]:
-    """Pieces of the answer as they come.
-
-    Raises:
-        NumericalError: when the engine gives up on the request.
-    """
-    for output in llm.stream(prompt, params):
-        yield output.text
-        if output.error:
-            raise NumericalError(output.error)
-
-
-def _converse(llm: LLM, history: list[dict[str, Any]], params: SamplingParams) -> None:
-    """Read lines and answer them until end of input; a failed turn is forgotten, the conversation goes on."""
-    opening = list(history)
-    for line in _lines():
-        if line == "/exit":
-            return
-        if line == "/reset":
-            history = list(opening)
-            print("conversation forgotten", file=sys.stderr)
-        elif line.startswith("/"):
-            print(f"unknown command: {line}\nhint: /reset, /exit", file=sys.stderr)
-        elif line:
-            history = _turn(llm, history, line, params)
-
-
-def _turn(llm: LLM, history: list[dict[str, Any]], line: str, params: SamplingParams) -> list[dict[str, Any]]:
-    """One question and answer; the history after it. Ctrl-C ends the answer early and keeps what was said."""
-    asked = [*history, {"role": "user", "content": line}]
-    said = ""
-    try:
-        with _interruption() as interrupted, closing(_stream(llm, llm.tokenizer.encode_chat(asked), params)) as pieces:
-            for piece in pieces:
-                said += piece
-                _write(piece)
-                if interrupted.is_set():
-                    break
-    except TribladeError as error:
-        _fail(error.message, error.hint or "/reset forgets the conversation", error.exit_code)
-        return history
-    _write("\n")
-    return [*asked, {"role": "assistant", "content": said}]
-
-
-@contextmanager
-def _interruption() -> Iterator[Event]:
-    """Turn the first Ctrl-C into an event, so that it cannot hit the engine in the middle of a step; a second ends."""
-    interrupted = Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if interrupted.is_set():
-            signal.default_int_handler(number, frame)
-        interrupted.set()
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _lines() -> Iterator[str]:
-    """Lines typed or piped in, stripped; the prompt sign is shown to a person only."""
-    while True:
-        try:
-            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
-        except EOFError:
-            return
-        if not line and not sys.stdin.isatty():
-            return
-        yield line.strip()

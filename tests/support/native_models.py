@@ -24,8 +24,8 @@ from triblade.models.weights import load_weights
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
 from triblade.ops.reference import ReferenceBackend
-from triblade.quant.packed_weights import GROUPS, PackingReader
-from triblade.quant.rtn import round_to_nearest
+from triblade.quant.packed_weights import SCHEME_BITS, PackingReader, group_for
+from triblade.quant.rounded_checkpoint import RoundedCheckpoint
 from triblade.sampling_params import SamplingParams
 
 # Sizes that the kernels take: hidden and head sizes of whole lanes. The longrope factors are per rotary pair.
@@ -90,7 +90,7 @@ class Twin(ReferenceBackend):
         if self._inputs == "bfloat16":
             x = x.bfloat16().float()
         elif self._inputs == "int8":
-            groups = x.unflatten(1, (-1, self._group or group_of(x.shape[1])))
+            groups = x.unflatten(1, (-1, self._group or group_for(x.shape[1])))
             top = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30)
             x = ((groups * (127 / top)).round() * (top / 127)).flatten(1)
         return F.linear(x, linear.weight, linear.bias)
@@ -101,23 +101,13 @@ class Twin(ReferenceBackend):
         return super().attention(q.bfloat16().float(), k, v, mask, scale, softcap)
 
 
-def group_of(inputs: int) -> int:
-    return next(group for group in GROUPS if inputs % group == 0)
-
-
 def rounded_source(model: TinyModel, dtype: torch.dtype, scheme: str | None) -> StateDictSource:
     """The model's tensors as the native weights hold them."""
-
-    def rounded(name: str, tensor: Tensor) -> Tensor:
-        if tensor.ndim != 2:
-            return tensor
-        if scheme is None:
-            return tensor.to(dtype).float()
-        is_table = "embed_tokens" in name or "lm_head" in name
-        bits = 8 if scheme == "int8" or is_table else 4
-        return round_to_nearest(tensor, bits, group_of(tensor.shape[1])).dequantize()
-
-    return StateDictSource({name: rounded(name, tensor) for name, tensor in model.source.tensors.items()})
+    if scheme is not None:
+        rounded = RoundedCheckpoint(model.source, SCHEME_BITS[scheme])
+        return StateDictSource({name: rounded.tensor(name) for name in model.source.tensors})
+    matrices = {name: tensor.to(dtype).float() for name, tensor in model.source.tensors.items() if tensor.ndim == 2}
+    return StateDictSource(model.source.tensors | matrices)
 
 
 def twin_executor(

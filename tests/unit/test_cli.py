@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from triblade import __version__, cli
-from triblade.config import EngineConfig, ServerConfig
+from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import ContextLengthError, ModelNotFoundError
 from triblade.sampling_params import SamplingParams
@@ -239,6 +239,40 @@ def test_every_field_of_the_configuration_is_a_flag(
     text = capsys.readouterr().out
     flags = [f"--{f.name.replace('_', '-')}" for kind in (EngineConfig, ServerConfig) for f in fields(kind)]
     assert not [flag for flag in flags if flag not in text]
+
+
+@pytest.mark.parametrize(
+    ("command", "config"),
+    [
+        ("convert", ConvertConfig(model="m", output=Path("o"), bits=8, resume=True, threads=2)),
+        ("align", AlignConfig(target="m", output=Path("o"), bits=8, resume=True, threads=2)),
+    ],
+)
+def test_flags_of_long_runs_make_their_configuration(
+    monkeypatch: pytest.MonkeyPatch, command: str, config: ConvertConfig | AlignConfig
+) -> None:
+    seen = list[Any]()
+    module = types.ModuleType("stand-in")
+    module.convert = module.align_head = lambda config: seen.append(config) or SamplingParams()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triblade.quant.convert", module)
+    monkeypatch.setitem(sys.modules, "triblade.llm", module)
+    assert cli.main([command, "m", "--output", "o", "--bits", "8", "--resume", "--threads", "2"]) == 0
+    assert seen == [config]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["generate", "m"], "error: missing: --prompt\nhint: triblade generate --help lists its options\n"),
+        (["serve", "m", "--prot", "8"], "Did you mean --port?\nhint: triblade serve --help lists its options\n"),
+        (["servee", "m"], "hint: triblade --help lists the commands\n"),
+    ],
+)
+def test_wrong_options_say_where_the_right_ones_are(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    assert cli.main(arguments) == cli.BAD_OPTIONS
+    assert capsys.readouterr().err.endswith(error)
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:

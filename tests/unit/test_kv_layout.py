@@ -17,7 +17,7 @@ SMOLLM2 = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, co
 )
 def test_bytes_per_token_of_a_known_model(codec: str, expected: int) -> None:
     layout = replace(SMOLLM2, codec=codec)
-    assert layout.bytes_per_token == expected
+    assert layout.row_bytes == layout.block_size * expected
 
 
 @pytest.mark.parametrize("codec", CODEC_PLANES)

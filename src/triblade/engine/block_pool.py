@@ -57,10 +57,6 @@ class BlockPool:
         """Blocks that can be allocated now; cached ones that nobody references are among them."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._by_block)
-
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, least recently used first; what they cached is forgotten.
 

@@ -144,7 +144,7 @@ def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device)
 
 def _wants_reference(config: EngineConfig) -> str | None:
     if config.backend == "reference":
-        return "asked for"
+        return "reference kernels were asked for"
     return "deterministic mode" if config.deterministic else None
 
 

@@ -1,7 +1,7 @@
 """Drafters that are a second decoder: a small model of its own (`draft`), or the target with fewer bits or layers (`self`).
 
-Opened and aligned when planned, loaded when built. The draft computes with the target's kernels, threads, dtype and KV codec, in
-extra layers of the target's rows; its tokens are the target's. Knows no scheduler.
+Opened and compared with the target when planned, loaded when built. The draft computes with the target's kernels, threads, dtype
+and KV codec, in extra layers of the target's rows; its tokens are the target's. Knows no scheduler.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel, open_model
 from triblade.quant.packed_weights import SCHEME_BITS, packed_bytes
-from triblade.spec.alignment import Alignment
+from triblade.spec.draft_fit import DraftFit
 from triblade.spec.draft_model import DraftLimits, ModelDrafter
-from triblade.spec.rope_trial import align_draft
+from triblade.spec.rope_trial import fit_of_draft
 from triblade.spec.self_draft import first_layers, rounded
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class ModelDraftPlan:
 
     Attributes:
         config: options of the draft's executor.
-        draft: opened and aligned.
+        draft: opened, and repaired where it had to be.
         is_native: whether the target runs on native kernels.
     """
 
@@ -78,10 +78,10 @@ def draft_model(config: EngineConfig, model: OpenModel, *, is_native: bool) -> M
     """
     assert config.draft_model is not None
     own = _own_options(config, model, config.draft_model)
-    alignment = align_draft(model, open_model(own))
-    _log(alignment)
-    alignment.check()
-    draft = alignment.repaired
+    fit = fit_of_draft(model, open_model(own))
+    _log(fit)
+    fit.check()
+    draft = fit.repaired
     if own.quantization is not None and not is_native:
         draft = rounded(draft, SCHEME_BITS[own.quantization])
     return _plan(own, model, draft, is_native)
@@ -137,8 +137,8 @@ def _plan(own: EngineConfig, model: OpenModel, draft: OpenModel, is_native: bool
     return ModelDraftPlan(config=own, draft=draft, is_native=is_native)
 
 
-def _log(alignment: Alignment) -> None:
+def _log(fit: DraftFit) -> None:
     """What was compared; loud only where something is not as it should be."""
-    for finding in alignment.findings:
+    for finding in fit.findings:
         level = logging.WARNING if finding.severity in ("fixed", "warning") else logging.INFO
         log.log(level, "draft %s: %s", finding.severity, f"{finding.subject}: {finding.message}")

@@ -95,10 +95,6 @@ class LocalClient(EngineClient):
         return self._engine.pool.num_blocks
 
     @property
-    def kv_cache_bytes(self) -> int:
-        return self._engine.runner.executor.cache.pool.nbytes
-
-    @property
     def is_alive(self) -> bool:
         return self._dead is None and self._thread.is_alive()
 

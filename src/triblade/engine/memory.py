@@ -53,7 +53,7 @@ def plan_memory(
         MemoryBudgetError: weights, or one context as asked for, do not fit.
     """
     wanted = _wanted_context(config, model)
-    activations = activation_bytes(config, model, layout_item_bytes=weight_bytes // max(1, model.num_parameters))
+    activations = activation_bytes(config, model, weight_bytes // max(1, model.num_parameters))
     rope = sum(2 * FLOAT32_BYTES * wanted * (r.rotary_dim // 2) for r in model.ropes)
     room = int(available_bytes * config.gpu_memory_utilization) - weight_bytes - activations - rope
     blocks = _num_blocks(config, layout, wanted, room)
@@ -74,10 +74,13 @@ def plan_memory(
     )
 
 
-def activation_bytes(config: EngineConfig, model: ModelConfig, layout_item_bytes: int) -> int:
-    """The largest step's temporaries: one layer's inputs and outputs for all tokens, and the logits of all sequences."""
+def activation_bytes(config: EngineConfig, model: ModelConfig, bytes_per_parameter: int) -> int:
+    """The largest step's temporaries: one layer's inputs and outputs for all tokens, and the logits of all sequences.
+
+    Activations are taken to be as wide as the weights, but for rounded ones: never under 2 bytes.
+    """
     widths = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
-    tokens = config.max_num_batched_tokens * widths * max(layout_item_bytes, 2)
+    tokens = config.max_num_batched_tokens * widths * max(bytes_per_parameter, 2)
     logits = min(config.max_num_seqs, config.max_num_batched_tokens) * model.vocab_size * FLOAT32_BYTES * LOGITS_COPIES
     return tokens + logits
 

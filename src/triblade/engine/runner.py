@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from triblade.engine.executor import GREEDY, Draw, DrawsTokens, StepExecutor
 from triblade.engine.request import Request
@@ -62,24 +62,26 @@ class ModelRunner:
         first_rows = [0, *accumulate(item.num_tokens for item in items)]
         results = [StepResult(item, row) for item, row in zip(items, first_rows, strict=False)]
         sampling = [r for r in results if r.item.samples and r.request.max_tokens > 0]
-        wanted = [row for r in sampling for row in sampler_rows(r.request, r.item.num_draft_tokens)]
-        is_chosen = self._leave_choice(results, sampling, wanted)
+        is_chosen = self._leave_choice(results, sampling)
         self.executor.forward(items)
         self._score_prompts(results)
-        if wanted:
-            self._sample(sampling, wanted, is_chosen)
+        if sampling:
+            self._sample(sampling, is_chosen)
         return results
 
-    def _leave_choice(self, results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> bool:
+    def _leave_choice(self, results: list[StepResult], sampling: list[StepResult]) -> bool:
         """Whether the executor chooses all tokens itself: greedy ones, and drawn ones where it can."""
-        is_greedy = all(row.is_plain_greedy for row in wanted)
-        can_draw = not is_greedy and isinstance(self.executor, DrawsTokens) and len(wanted) == len(sampling)
-        is_drawn = can_draw and all(row.is_plain_greedy or row.is_plain_draw for row in wanted)
-        if isinstance(self.executor, DrawsTokens):
-            self.executor.expect_draws(_draws(results, sampling, wanted) if is_drawn else None)
+        # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
+        firsts = [next(sampler_rows(result.request, 0)) for result in sampling]
+        is_greedy = all(row.is_plain_greedy for row in firsts)
+        if not isinstance(self.executor, DrawsTokens):
+            return is_greedy
+        has_drafts = any(result.item.num_draft_tokens for result in sampling)
+        is_drawn = not (is_greedy or has_drafts) and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
+        self.executor.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
         return is_greedy or is_drawn
 
-    def _sample(self, results: list[StepResult], wanted: list[SamplerRow], is_chosen: bool) -> None:
+    def _sample(self, results: list[StepResult], is_chosen: bool) -> None:
         """Sample and verify for every item that reached the end of its known tokens."""
         rows = list[int]()
         for result in results:
@@ -88,13 +90,16 @@ class ModelRunner:
         if is_chosen:
             sampled = Sampled(self.executor.score(rows, with_logits=False).best, [None] * len(rows))
         else:
-            sampled = self._sample_rows(rows, wanted)
-        verdicts = zip(sampled.token_ids, sampled.logprobs, strict=True)
+            sampled = self._sample_rows(rows, results)
+        at = 0
         for result in results:
-            _verify(result, list(islice(verdicts, result.item.num_draft_tokens + 1)))
+            stop = at + result.item.num_draft_tokens + 1
+            _verify(result, sampled.token_ids[at:stop], sampled.logprobs[at:stop])
+            at = stop
 
-    def _sample_rows(self, rows: list[int], wanted: list[SamplerRow]) -> Sampled:
+    def _sample_rows(self, rows: list[int], results: list[StepResult]) -> Sampled:
         """A token for every row, -1 for those that are not finite."""
+        wanted = [row for r in results for row in sampler_rows(r.request, r.item.num_draft_tokens)]
         whole = Sampled([], [])
         size = self.executor.max_rows or len(rows)
         for start in range(0, len(rows), size):
@@ -124,18 +129,16 @@ class ModelRunner:
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
 
 
-def _verify(result: StepResult, verdicts: list[tuple[int, TokenLogprobs | None]]) -> None:
+def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
     """Take the sampled tokens up to and including the first that is not the draft's."""
-    drafts = result.request.draft_token_ids[: result.item.num_draft_tokens]
-    for (token, logprobs), draft in zip(verdicts, [*drafts, None], strict=True):
-        if token < 0:
-            # What was accepted before is sound; the request ends when it comes to this position again.
-            result.is_finite = bool(result.token_ids)
-            return
-        result.token_ids.append(token)
-        result.logprobs.append(logprobs)
-        if token != draft:
-            return
+    drafts, last = result.request.draft_token_ids, 0
+    while last < result.item.num_draft_tokens and tokens[last] == drafts[last]:
+        last += 1
+    if tokens[last] < 0:
+        # What was accepted before is sound; the request ends when it comes to this position again.
+        result.is_finite = last > 0
+        last -= 1
+    result.token_ids, result.logprobs = tokens[: last + 1], logprobs[: last + 1]
 
 
 def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> list[Draw]:

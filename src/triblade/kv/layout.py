@@ -94,10 +94,6 @@ class KVLayout:
         draft = 0 if self.draft is None else self.draft.num_layers * self.layer_bytes(self.num_layers)
         return self.num_layers * self.layer_bytes() + draft
 
-    @property
-    def bytes_per_token(self) -> float:
-        return self.row_bytes / self.block_size
-
     def planes(self, layer: int) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
         """The planes of a layer's keys and of its values."""
         offset = min(layer, self.num_layers) * self.layer_bytes()

@@ -73,7 +73,11 @@ class ChatTemplate:
         return self._render(normal, variables)
 
     def render_open(self, messages: Messages, variables: Mapping[str, Any]) -> str:
-        """Like `render`, cut off right after the text of the last message."""
+        """Like `render`, cut off right after the text of the last message.
+
+        Raises:
+            RequestError: the template does not show that text unchanged.
+        """
         normal = normalize_messages(messages, as_parts=self.wants_parts)
         final_text = _append_text(normal[-1], _CONTINUE_MARK)
         text = self._render(normal, {**variables, "add_generation_prompt": False})

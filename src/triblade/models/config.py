@@ -25,6 +25,9 @@ _ROPE_KINDS: Mapping[str, RopeKind] = {
     "longrope": "longrope",
     "su": "longrope",  # Phi-3's first name for it
 }
+# Settings of some kinds, under the names that RopeConfig has for them.
+_ROPE_NUMBERS: tuple[str, ...] = ("attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_NUMBERS += ("mscale", "mscale_all_dim")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -159,7 +162,11 @@ def common(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
 
 def activation(name: str) -> Activation:
-    """Our name for a feed-forward activation."""
+    """Our name for a feed-forward activation.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
     if name not in _ACTIVATIONS:
         raise UnsupportedError(f"unknown activation: {name!r}", hint=f"known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -174,7 +181,11 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> Map
 
 
 def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """One RopeConfig from its settings; `type` and `rope_type` are the same key, `rope_type` wins."""
+    """One RopeConfig from its settings; `type` and `rope_type` are the same key, `rope_type` wins.
+
+    Raises:
+        UnsupportedError: a kind of scaling that is not known.
+    """
     name = parameters.get("rope_type") or parameters.get("type") or "default"
     if name not in _ROPE_KINDS:
         raise UnsupportedError(f"unknown rope type: {name!r}", hint=f"known: {', '.join(_ROPE_KINDS)}")
@@ -184,19 +195,7 @@ def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: 
         parameters.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or stated
     )
     partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    optional = {
-        key: float(parameters[key])
-        for key in (
-            "attention_factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-        )
-        if parameters.get(key) is not None
-    }
+    numbers = {key: float(parameters[key]) for key in _ROPE_NUMBERS if parameters.get(key) is not None}
     return RopeConfig(
         kind=kind,
         theta=float(parameters.get("rope_theta") or 10000.0),
@@ -206,7 +205,7 @@ def rope_config(hf: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: 
         truncate=bool(parameters.get("truncate", True)),
         short_factor=tuple(map(float, parameters.get("short_factor") or ())),
         long_factor=tuple(map(float, parameters.get("long_factor") or ())),
-        **optional,
+        **numbers,
     )
 
 
@@ -217,7 +216,12 @@ def context_length(hf: Mapping[str, Any], rope: RopeConfig) -> int:
 
 
 def layer_types(hf: Mapping[str, Any], is_local: Sequence[bool]) -> tuple[bool, ...]:
-    """Which layers are local (windowed): the explicit `layer_types` win over a family's pattern."""
+    """Which layers are local (windowed): the explicit `layer_types` win over a family's pattern.
+
+    Raises:
+        CheckpointError: there are not as many entries as layers.
+        UnsupportedError: an entry is not known.
+    """
     explicit = hf.get("layer_types")
     if explicit is None:
         return tuple(is_local)

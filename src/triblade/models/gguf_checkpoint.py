@@ -111,6 +111,9 @@ class GGUFCheckpoint:
         Returns:
             [rows, bytes per row] (one row for a vector): whole blocks, a row of the matrix each. Mapped and read-only
             where the file has the rows in that order.
+
+        Raises:
+            CheckpointError: there is no such tensor.
         """
         if name not in self._stored:
             raise unknown_tensor(name, self._file.path)

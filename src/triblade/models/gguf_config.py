@@ -44,7 +44,11 @@ class GGUFHeader:
         return str(self.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An entry below the architecture's name. Lists (one value per layer) must hold one value throughout."""
+        """An entry below the architecture's name; of a list (one value per layer) the value.
+
+        Raises:
+            UnsupportedError: the values of a list differ.
+        """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -53,7 +57,11 @@ class GGUFHeader:
         return value
 
     def need(self, key: str) -> Any:
-        """Like `get`, for an entry that must be there and be a positive number."""
+        """Like `get`, for an entry without which there is no model.
+
+        Raises:
+            CheckpointError: it is missing or no positive number.
+        """
         value = self.get(key)
         if not isinstance(value, int | float) or not value > 0:
             raise CheckpointError(

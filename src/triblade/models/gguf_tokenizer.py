@@ -75,7 +75,12 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """Like `read_gguf_tokenizer`, from metadata that was read before."""
+    """Like `read_gguf_tokenizer`, from metadata that was read before.
+
+    Raises:
+        CheckpointError: there is no tokenizer in it, or a damaged one.
+        UnsupportedError: it is of a kind that is not known.
+    """
     values = {k.removeprefix(_PREFIX): v for k, v in metadata.items() if k.startswith(_PREFIX)}
     kind = values.get("model")
     if kind is None:

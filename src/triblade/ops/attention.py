@@ -1,21 +1,34 @@
 """Attention over gathered keys and values: `eager` spells the formula out, `sdpa` is torch's fused kernel, `tiled` is bit-stable.
 
-All three compute softmax(scale * q k^T, capped and masked) v with grouped heads. Knows no cache and no batch.
+All three compute softmax(scale * q k^T, capped and masked) v with grouped heads: q [S, Q, H, D], k and v [S, L, G, D] ->
+[S, Q, H, D]. Knows no cache and no batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triblade.errors import UnsupportedError
 from triblade.ops.backend import AttentionMask
 
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, float | None], Tensor]
+
+
+def unplanned() -> AbstractContextManager[None]:
+    """While it lasts, torch's attention takes kernels that need no plan.
+
+    cuDNN's are quicker where shapes return, but plan each new one for tens of milliseconds: too much for text of all lengths.
+    """
+    return sdpa_kernel(_UNPLANNED)
 
 
 def eager_attention(
@@ -36,7 +49,11 @@ def eager_attention(
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None) -> Tensor:
-    """torch's scaled_dot_product_attention; it has no soft cap, so capped models take `eager`."""
+    """torch's scaled_dot_product_attention.
+
+    Raises:
+        UnsupportedError: a soft cap, which it does not have; capped models take `eager`.
+    """
     if softcap is not None:
         raise UnsupportedError("sdpa attention has no soft cap", hint="use attention_backend eager")
     s, queries, heads, d = q.shape

@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32; `weight` is float32, the result like `x`."""
+        """x / sqrt(mean(x^2) + eps) * weight of x [..., N] and float32 weight [N], computed in float32; the result is like `x`."""
         ...
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:

@@ -28,7 +28,7 @@ class DeterministicBackend(ReferenceBackend):
         super().__init__(tiled_attention)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        tokens, inputs = x.shape
+        tokens, inputs = x.shape  # [T, in]
         pad = -inputs % INPUT_ALIGNMENT
         weight = F.pad(linear.weight, (0, pad)) if pad else linear.weight
         padded = F.pad(x, (0, pad, 0, -tokens % TOKEN_TILE))

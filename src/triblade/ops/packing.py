@@ -49,7 +49,7 @@ class QuantizedMatrix:
         return (codes * scales + self.offsets.float()[..., None]).flatten(1)
 
     def rows(self, order: Tensor) -> QuantizedMatrix:
-        """The matrix with its rows picked or reordered."""
+        """The matrix with its rows picked or reordered, by number [N] int64."""
         return QuantizedMatrix(
             codes=self.codes[order],
             scales=self.scales[order],
@@ -150,7 +150,7 @@ def _unpack_integers(packed: PackedMatrix, blocks: int) -> Tensor:
 
 
 def interleaved_halves(num_rows: int) -> Tensor:
-    """Order of the rows of a gate-up matrix in which blocks of 16 gate rows and 16 up rows alternate."""
+    """Order [num_rows] of the rows of a gate-up matrix in which blocks of 16 gate rows and 16 up rows alternate."""
     half = torch.arange(num_rows // 2).view(-1, BLOCK_ROWS)
     return torch.stack((half, half + num_rows // 2), 1).flatten()
 

@@ -42,7 +42,11 @@ def select_device(name: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, s
 def select_backend(
     attention: Literal["auto", "sdpa", "eager"], *, deterministic: bool, softcap: bool
 ) -> tuple[Backend, str]:
-    """The backend and the reason for its attention."""
+    """The backend and the reason for its attention.
+
+    Raises:
+        UnsupportedError: sdpa was asked for, and the model caps its scores.
+    """
     if deterministic:
         return BACKENDS["deterministic"](), "deterministic mode has its own attention"
     if attention == "sdpa" and softcap:

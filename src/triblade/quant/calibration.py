@@ -97,7 +97,11 @@ def load_calibration(
             hint="give more text; 500 samples of 256 to 2048 tokens are good",
             param="calibration",
         )
-    length = min(length, len(stream))
+    return _cut(stream, sequences, min(length, len(stream)), path, count)
+
+
+def _cut(stream: list[int], sequences: int, length: int, path: Path, count: _Count) -> Calibration:
+    """A stream of tokens as sequences of one length, and the rest."""
     used = min(sequences, len(stream) // length)
     tokens = torch.tensor(stream, dtype=torch.long)
     report = CalibrationReport(

@@ -50,7 +50,7 @@ def drift(calibration: Tensor, traffic: Tensor, vocab_size: int) -> Drift:
 
 
 def divergence(first: Tensor, second: Tensor) -> float:
-    """Jensen-Shannon divergence of two vectors of counts, in bits."""
+    """Jensen-Shannon divergence, in bits (0 to 1), of two vectors [V] of counts. Source: Lin 1991."""
     p, q = (counts / counts.sum().clamp_min(1) for counts in (first, second))
     middle = (p + q) / 2
     parts = [torch.where(x > 0, x * (x / middle.clamp_min(1e-300)).log2(), 0.0).sum() for x in (p, q)]

@@ -14,6 +14,7 @@ import torch
 
 from triblade import host
 from triblade.config import EngineConfig
+from triblade.config.checks import require_at_least
 from triblade.console import progress
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.models.decoder import Decoder
@@ -73,11 +74,7 @@ def evaluate_file(
         ConfigError: the text is not UTF-8 or too short, the context too long, or the two tokenizers disagree.
         UnsupportedError: the native kernels or rounding at load were asked for; this measures checkpoints on the reference kernels.
     """
-    if config.quantization is not None or config.backend == "native":
-        wanted = f"quantization {config.quantization}" if config.quantization else "backend native"
-        raise UnsupportedError(
-            f"eval measures checkpoints as they are stored, on the reference kernels; got {wanted}", hint="leave it out"
-        )
+    _check_options(config, context, max_tokens)
     models = [open_model(config)]
     if against is not None:
         models.append(open_model(replace(config, model=against, revision=None, tokenizer=None)))
@@ -91,18 +88,27 @@ def evaluate_file(
                 model=config.model, perplexity=found.value, num_tokens=found.num_tokens, context=context
             )
         both = compare(decoders[0], decoders[1], ids, context, advance)
-        errors = layer_errors(decoders[0], decoders[1], ids[:context])
-    return QualityReport(
-        model=config.model,
-        perplexity=both.model.value,
-        num_tokens=both.model.num_tokens,
-        context=context,
-        against=against,
-        against_perplexity=both.original.value,
-        kl=both.kl,
-        top1_agreement=both.top1_agreement,
-        layer_errors=tuple(errors),
-    )
+        return QualityReport(
+            model=config.model,
+            perplexity=both.model.value,
+            num_tokens=both.model.num_tokens,
+            context=context,
+            against=against,
+            against_perplexity=both.original.value,
+            kl=both.kl,
+            top1_agreement=both.top1_agreement,
+            layer_errors=tuple(layer_errors(decoders[0], decoders[1], ids[:context])),
+        )
+
+
+def _check_options(config: EngineConfig, context: int, max_tokens: int | None) -> None:
+    if config.quantization is not None or config.backend == "native":
+        wanted = f"quantization {config.quantization}" if config.quantization else "backend native"
+        raise UnsupportedError(
+            f"eval measures checkpoints as they are stored, on the reference kernels; got {wanted}", hint="leave it out"
+        )
+    require_at_least("context", context, 2)
+    require_at_least("max_tokens", max_tokens, 2)
 
 
 def prompts_from(model: OpenModel, path: Path, count: int) -> list[list[int]]:

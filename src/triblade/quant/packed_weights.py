@@ -169,7 +169,11 @@ class PackingReader(CodesReader[PackedMatrix]):
 
 
 def group_for(inputs: int) -> int:
-    """Inputs that share a scale when a matrix is rounded while loading."""
+    """Inputs that share a scale when a matrix is rounded while loading.
+
+    Raises:
+        UnsupportedError: no group divides the inputs.
+    """
     for group in GROUPS:
         if inputs % group == 0:
             return group

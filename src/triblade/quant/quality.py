@@ -110,7 +110,7 @@ def _tables(weights: DecoderWeights[Linear]) -> DecoderWeights[Linear]:
 def compare_remembered(
     model: Decoder, original: Remembered, ids: Tensor, context: int, advance: Callable[[int], None] | None = None
 ) -> Comparison:
-    """As `compare`, with an original that was remembered on the same ids and context."""
+    """As `compare`, with an original that was remembered on the same ids [N] and context."""
     pairs = (
         (window, zip(_predictions(model, window), _rows(original.head, hidden, window), strict=True))
         for window, hidden in zip(_windows(ids, context, model), original.hidden, strict=True)

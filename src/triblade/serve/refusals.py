@@ -94,6 +94,10 @@ def refuse_unsupported(extra: Mapping[str, Any], refusals: Mapping[str, Refusal]
 
 
 def refuse_tools(extra: Mapping[str, Any]) -> None:
-    """Tools are refused unless the request forbids calling them; then they are not shown to the model either."""
+    """Tools that may not be called are let pass; they are not shown to the model either.
+
+    Raises:
+        RequestError: the request has tools and does not forbid calling them.
+    """
     if extra.get("tools") and not _none(extra.get("tool_choice", "auto")):
         raise RequestError(f"tools are not supported: {_TOOLS.reason}", param="tools")

@@ -1,7 +1,7 @@
 """Which rope settings a model was trained with, asked of the model itself: its loss on a short text under each.
 
 Weights do not say it and a configuration may be wrong, but a model read with foreign positions predicts worse from the first
-sentences on. Knows no target: `alignment` decides what is tried.
+sentences on. Knows no target: `draft_fit` decides what is tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triblade.models.decoder import Decoder
 from triblade.models.loader import OpenModel
 from triblade.ops.select import select_backend
 from triblade.quant.quality import perplexity
-from triblade.spec.alignment import Alignment, Ropes, align
+from triblade.spec.draft_fit import DraftFit, Ropes, compare
 
 MAX_TOKENS = 512
 # Plain prose whose later sentences come back to earlier ones, since distances are what the settings change.
@@ -35,13 +35,13 @@ flour keeps best when it is lent, and when they asked Mr. Dewitt, he took off hi
 to buy in autumn."""
 
 
-def align_draft(target: OpenModel, draft: OpenModel) -> Alignment:
+def fit_of_draft(target: OpenModel, draft: OpenModel) -> DraftFit:
     """Compare a draft with its target; the weights of the draft are read only if its rope settings are in doubt.
 
     Returns:
-        The report, with the configuration that the draft should run with. It may be a refusal: see `Alignment.check`.
+        The report, with the configuration that the draft should run with. It may be a refusal: see `DraftFit.check`.
     """
-    return align(target, draft, loss)
+    return compare(target, draft, loss)
 
 
 def loss(model: OpenModel, ropes: Ropes) -> float:

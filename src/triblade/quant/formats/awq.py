@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from triblade.errors import CheckpointError, UnsupportedError
 from triblade.quant.formats.base import (
-    CheckpointFormat,
+    Float16Format,
     QuantizedModule,
     StoredMatrix,
     TensorStore,
-    expect_float16,
     expect_tensor,
     expect_value,
     groups_of,
@@ -54,7 +52,7 @@ _HARMLESS: tuple[str, ...] = (
 _HARMLESS += ("method", "checkpoint_format", "pack_dtype", "meta", "desc_act", "sym", "dynamic")
 
 
-class AWQ(CheckpointFormat):
+class AWQ(Float16Format):
     """Reads and writes AutoAWQ GEMM."""
 
     name = "awq"
@@ -85,15 +83,8 @@ class AWQ(CheckpointFormat):
 
     def tensors(self, matrix: IntegerMatrix) -> dict[str, Tensor]:
         """See `CheckpointFormat`."""
-        expect_float16(matrix, "AWQ")
-        zeros = matrix.zero_points
-        if zeros is None:
-            zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point, dtype=torch.uint8)
-        return {
-            "qweight": pack_awq(matrix.codes.T.contiguous()),
-            "qzeros": pack_awq(zeros.T.contiguous()),
-            "scales": matrix.scales.T.contiguous(),
-        }
+        scales, zeros = self.scales_and_zero_points(matrix, symmetric=matrix.scheme.zero_point)
+        return {"qweight": pack_awq(matrix.codes.T.contiguous()), "qzeros": pack_awq(zeros), "scales": scales}
 
     def quantization_config(self, schemes: Mapping[str, QuantScheme], dense: Sequence[str]) -> dict[str, Any]:
         """See `CheckpointFormat`."""
@@ -111,11 +102,8 @@ class AWQ(CheckpointFormat):
             "zero_point": True,
             "version": "gemm",
             "modules_to_not_convert": list(dense),
+            "lm_head": "lm_head" in schemes,
         }
-
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """See `CheckpointFormat`."""
-        return torch.float16
 
 
 def _scheme(quantization: Mapping[str, Any]) -> QuantScheme:

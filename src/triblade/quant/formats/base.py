@@ -74,6 +74,7 @@ class CheckpointFormat(ABC):
     """One way of storing quantized modules; its name is the `quant_method` of config.json."""
 
     name: str
+    holds_embeddings: bool = False
     group_index: str | None = None  # suffix of the tensor with each input's group, in formats that have one
 
     @abstractmethod
@@ -127,6 +128,27 @@ class CheckpointFormat(ABC):
         return QuantizedCheckpoint(checkpoint, self)
 
 
+class Float16Format(CheckpointFormat):
+    """A format that has scales in float16, and a zero point for every group, also where the matrix is symmetric."""
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """See `CheckpointFormat`."""
+        return torch.float16
+
+    def scales_and_zero_points(self, matrix: IntegerMatrix, symmetric: int) -> tuple[Tensor, Tensor]:
+        """Both [G, out], as stored; `symmetric` is what the format writes for the zero point of a symmetric matrix.
+
+        Raises:
+            UnsupportedError: the scales are not float16: rounding them now would shift what the codes mean.
+        """
+        if matrix.scales.dtype != torch.float16:
+            raise UnsupportedError(f"{self.name.upper()} stores float16 scales, got: {matrix.scales.dtype}")
+        zeros = matrix.zero_points
+        if zeros is None:
+            zeros = torch.full(matrix.scales.shape, symmetric, dtype=torch.uint8)
+        return matrix.scales.T.contiguous(), zeros.T.contiguous()
+
+
 def prefixes(store: TensorStore, suffix: str) -> list[str]:
     """Names of modules that have a tensor `MODULE.suffix`, sorted."""
     ending = f".{suffix}"
@@ -151,7 +173,11 @@ def expect_tensor(store: TensorStore, name: str, shape: tuple[int, ...], types: 
 
 
 def groups_of(scheme: QuantScheme, module: str, inputs: int) -> int:
-    """Scales in a row, or an error that names the module."""
+    """Scales in a row of `inputs`.
+
+    Raises:
+        CheckpointError: groups do not fill a row; the message names the module.
+    """
     try:
         return scheme.groups(inputs)
     except ConfigError as error:
@@ -159,16 +185,14 @@ def groups_of(scheme: QuantScheme, module: str, inputs: int) -> int:
 
 
 def expect_value(value: Any, allowed: Sequence[Any], what: str) -> None:
-    """Refuse a setting that is understood to change the meaning of the codes, unless it is one of `allowed`."""
+    """Check a setting that changes what the codes mean.
+
+    Raises:
+        UnsupportedError: it is none of `allowed`.
+    """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise UnsupportedError(f"{what} is {value!r}, which is not read", hint=f"read: {choices}")
-
-
-def expect_float16(matrix: IntegerMatrix, format_name: str) -> None:
-    """Refuse to write other scales: rounding them now would shift what the codes mean."""
-    if matrix.scales.dtype != torch.float16:
-        raise UnsupportedError(f"{format_name} stores float16 scales, got: {matrix.scales.dtype}")
 
 
 def warn_of_unknown_keys(quantization: Mapping[str, Any], known: Iterable[str], name: str) -> None:

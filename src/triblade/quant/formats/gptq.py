@@ -22,11 +22,10 @@ from torch import Tensor
 
 from triblade.errors import CheckpointError, UnsupportedError
 from triblade.quant.formats.base import (
-    CheckpointFormat,
+    Float16Format,
     QuantizedModule,
     StoredMatrix,
     TensorStore,
-    expect_float16,
     expect_tensor,
     expect_value,
     groups_of,
@@ -88,7 +87,7 @@ class _Settings:
         return self.scheme
 
 
-class GPTQ(CheckpointFormat):
+class GPTQ(Float16Format):
     """Reads versions 1 and 2; writes symmetric matrices as version 1, which everybody reads, others as version 2."""
 
     name = "gptq"
@@ -123,15 +122,12 @@ class GPTQ(CheckpointFormat):
 
     def tensors(self, matrix: IntegerMatrix) -> dict[str, Tensor]:
         """See `CheckpointFormat`."""
-        expect_float16(matrix, "GPTQ")
         bits, inputs = matrix.scheme.bits, matrix.codes.shape[1]
-        zeros = matrix.zero_points
-        if zeros is None:
-            zeros = torch.full(matrix.scales.shape, matrix.scheme.zero_point - 1, dtype=torch.uint8)
+        scales, zeros = self.scales_and_zero_points(matrix, symmetric=matrix.scheme.zero_point - 1)  # version 1
         return {
             "qweight": pack(matrix.codes, bits).T.contiguous(),
-            "qzeros": pack(zeros.T.contiguous(), bits),
-            "scales": matrix.scales.T.contiguous(),
+            "qzeros": pack(zeros, bits),
+            "scales": scales,
             "g_idx": (torch.arange(inputs) // matrix.scheme.group(inputs)).int(),
         }
 
@@ -153,10 +149,6 @@ class GPTQ(CheckpointFormat):
             "pack_dtype": "int32",
             "dynamic": {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in dense if name != "lm_head"},
         }
-
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """See `CheckpointFormat`."""
-        return torch.float16
 
 
 def _settings(quantization: Mapping[str, Any]) -> _Settings:

@@ -44,7 +44,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
+class DraftFit:
     """The report on a pair.
 
     Attributes:
@@ -84,7 +84,7 @@ class Alignment:
         return "\n".join([f"draft {self.draft} {verdict} target {self.target}", *map(str, self.findings)])
 
 
-def align(target: OpenModel, draft: OpenModel, measure: Measure) -> Alignment:
+def compare(target: OpenModel, draft: OpenModel, measure: Measure) -> DraftFit:
     """Compare a draft with its target.
 
     Args:
@@ -103,7 +103,7 @@ def align(target: OpenModel, draft: OpenModel, measure: Measure) -> Alignment:
         findings.append(finding)
     finding, draft = _positions(target, draft)
     findings += [finding, _shape(target.config, draft.config)]
-    return Alignment(target.name, name, tuple(findings), draft)
+    return DraftFit(target.name, name, tuple(findings), draft)
 
 
 def tokenizer_finding(target: Tokenizer, draft: Tokenizer) -> Finding:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """What a wrong rope setting costs a draft and what the repair gives back; what smoothing does to drafts of quantized weights.
 
-    python benchmarks/alignment.py --model FOLDER [--draft NAME=MODEL ...] [--tokens 64] [--output FILE.json]
+    python benchmarks/draft_fit.py --model FOLDER [--draft NAME=MODEL ...] [--tokens 64] [--output FILE.json]
 
 FOLDER is a checkpoint in bfloat16, target and draft alike. For the first table its config.json is copied into a temporary folder
-with another rope setting; that copy drafts as it is, then as `align_draft` repaired it. For the second, requests sample at
+with another rope setting; that copy drafts as it is, then as `fit_of_draft` repaired it. For the second, requests sample at
 temperature 1 and the drafts are the model's own weights in int4 (rounded while loading) and the models named by --draft, with
 certain proposals (0) and with draws at several smoothing factors. Greedy and sampled acceptance are counted on the native kernels,
 by prompts of chat; nothing is timed.
@@ -36,7 +36,7 @@ from triblade.models.loader import OpenModel, open_model
 from triblade.sampling_params import SamplingParams
 from triblade.spec.draft_model import DraftLimits, ModelDrafter
 from triblade.spec.policy import FixedPolicy
-from triblade.spec.rope_trial import align_draft
+from triblade.spec.rope_trial import fit_of_draft
 
 LENGTH, CONTEXT = 4, 1024
 WRONG: Mapping[str, Mapping[str, Any]] = {
@@ -100,7 +100,7 @@ def ropes(engine: Engine, config: EngineConfig, args: argparse.Namespace) -> dic
     for name, changes in WRONG.items():
         with tempfile.TemporaryDirectory() as folder:
             draft = open_model(replace(config, model=str(copy_with(args.model, Path(folder), changes))))
-            report = align_draft(engine.model, draft)
+            report = fit_of_draft(engine.model, draft)
             found[name] = {
                 "found": [str(finding) for finding in report.findings if finding.subject == "rope"],
                 "before": measure(draft),
@@ -135,7 +135,7 @@ def copy_with(model: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
 
 
 def executor_of(engine: Engine, own: EngineConfig, draft: OpenModel) -> NativeExecutor:
-    """The draft as it is, whatever an alignment says, with a cache of its own."""
+    """The draft as it is, whatever the comparison says, with a cache of its own."""
     cache = KVCache(kv_layout(own, draft, True), engine.pool.num_blocks, draft.dtype)
     return native_executor(own, draft, cache, CONTEXT, make_team(1, 0))
 

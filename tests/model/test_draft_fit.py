@@ -22,8 +22,8 @@ from triblade.models.weights import resolve_tied_head
 from triblade.ops.attention import eager_attention
 from triblade.ops.reference import ReferenceBackend
 from triblade.spec import rope_trial
-from triblade.spec.alignment import Alignment, Finding, Ropes, align
-from triblade.spec.rope_trial import align_draft, loss
+from triblade.spec.draft_fit import DraftFit, Finding, Ropes, compare
+from triblade.spec.rope_trial import fit_of_draft, loss
 from triblade.spec.shared_tables import EMBEDDING, HEAD
 
 SIZE = 96
@@ -44,8 +44,8 @@ def pair(draft_name: str = "llama", **draft: Any) -> tuple[OpenModel, OpenModel]
     return open_tiny("llama"), replace(open_tiny(draft_name, seed=1, **changed), name="small")
 
 
-def finding(alignment: Alignment, subject: str) -> Finding:
-    (found,) = [f for f in alignment.findings if f.subject == subject]
+def finding(fit: DraftFit, subject: str) -> Finding:
+    (found,) = [f for f in fit.findings if f.subject == subject]
     return found
 
 
@@ -57,7 +57,7 @@ def with_tokens(model: OpenModel, names: list[str], special: list[str] | None = 
 
 def test_a_pair_that_fits() -> None:
     target, draft = pair()
-    report = align(target, draft, never)
+    report = compare(target, draft, never)
     assert [f.severity for f in report.findings] == ["ok"] * 5
     assert report.refusal is None
     report.check()
@@ -77,7 +77,7 @@ WORDS = [f"w{i}" for i in range(10)]
 )
 def test_the_first_difference_of_the_tokenizers_is_named(target: list[str], draft: list[str], message: str) -> None:
     one, two = pair()
-    report = align(with_tokens(one, target), with_tokens(two, draft), never)
+    report = compare(with_tokens(one, target), with_tokens(two, draft), never)
     assert report.refusal is not None
     assert message in report.refusal.message
     assert "rope" not in [f.subject for f in report.findings]  # nothing was measured
@@ -88,7 +88,7 @@ def test_the_first_difference_of_the_tokenizers_is_named(target: list[str], draf
 
 def test_added_tokens_are_compared() -> None:
     one, two = pair()
-    report = align(with_tokens(one, WORDS, ["<a>", "<b>"]), with_tokens(two, WORDS, ["<a>", "<c>"]), never)
+    report = compare(with_tokens(one, WORDS, ["<a>", "<b>"]), with_tokens(two, WORDS, ["<a>", "<c>"]), never)
     assert report.refusal is not None
     assert report.refusal.message == "id 11 is '<b>' for the target and '<c>' for the draft"
 
@@ -101,26 +101,26 @@ def test_one_token_in_two_spellings_is_the_same() -> None:
         opened = with_tokens(model, ["a", word])
         opened.tokenizer.backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
         spelled.append(replace(model, tokenizer=Tokenizer(TokenizerParts(backend=opened.tokenizer.backend))))
-    assert finding(align(*spelled, never), "tokenizer").severity == "ok"
+    assert finding(compare(*spelled, never), "tokenizer").severity == "ok"
 
 
 def test_padding_behind_the_shared_range_is_allowed() -> None:
     target, draft = pair(vocab_size=128)
     draft = replace(draft, tokenizer=word_tokenizer(120))
-    found = finding(align(target, draft, never), "vocabulary")
+    found = finding(compare(target, draft, never), "vocabulary")
     assert (found.severity, found.message) == ("ok", "96 tokens, the draft embeds 128, of which 32 are cut off")
 
 
 def test_tokens_that_the_draft_was_not_trained_on_are_named() -> None:
     target, draft = pair()
-    found = finding(align(target, replace(draft, tokenizer=word_tokenizer(90)), never), "vocabulary")
+    found = finding(compare(target, replace(draft, tokenizer=word_tokenizer(90)), never), "vocabulary")
     assert found.severity == "warning"
     assert "6 tokens from id 90 on, 'w90'" in found.message
 
 
 def test_a_vocabulary_that_does_not_cover_the_targets_is_refused() -> None:
     target, draft = pair(vocab_size=80)
-    report = align(target, draft, never)
+    report = compare(target, draft, never)
     assert report.refusal is not None
     assert (
         report.refusal.message
@@ -130,7 +130,7 @@ def test_a_vocabulary_that_does_not_cover_the_targets_is_refused() -> None:
 
 def test_a_wrong_theta_is_replaced_by_the_targets_when_the_weights_say_so() -> None:
     target, draft = pair(rope_theta=500.0)
-    report = align(target, draft, losses(theta_500=3.1, theta_10000=2.9))
+    report = compare(target, draft, losses(theta_500=3.1, theta_10000=2.9))
     found = finding(report, "rope")
     assert found.severity == "fixed"
     assert "theta 500 for the draft, theta 10000 for the target" in found.message
@@ -141,7 +141,7 @@ def test_a_wrong_theta_is_replaced_by_the_targets_when_the_weights_say_so() -> N
 @pytest.mark.parametrize("taken", [2.895, 2.9, 4.0])
 def test_a_theta_of_its_own_is_kept_when_the_weights_say_so(taken: float) -> None:
     target, draft = pair(rope_theta=500.0)
-    report = align(target, draft, losses(theta_500=2.9, theta_10000=taken))
+    report = compare(target, draft, losses(theta_500=2.9, theta_10000=taken))
     assert finding(report, "rope").severity == "ok"
     assert report.config.ropes == draft.config.ropes
 
@@ -149,7 +149,7 @@ def test_a_theta_of_its_own_is_kept_when_the_weights_say_so(taken: float) -> Non
 def test_scaling_is_tried_as_a_whole() -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     target, draft = pair(rope_scaling=scaling, head_dim=24)
-    report = align(target, draft, lambda model, ropes: ropes[0].factor)
+    report = compare(target, draft, lambda model, ropes: ropes[0].factor)
     assert "theta 10000 linear factor 4 for the draft" in finding(report, "rope").message
     (rope,) = report.config.ropes
     assert (rope.kind, rope.factor, rope.rotary_dim) == ("default", 1.0, 24)
@@ -157,21 +157,21 @@ def test_scaling_is_tried_as_a_whole() -> None:
 
 def test_models_of_different_make_keep_their_ropes() -> None:
     target, draft = pair("qwen3", rope_theta=500.0)
-    found = finding(align(target, draft, never), "rope")
+    found = finding(compare(target, draft, never), "rope")
     assert (found.severity, "keep their own" in found.message) == ("ok", True)
 
 
 def test_longrope_factors_fit_one_head_size_only() -> None:
     target = open_tiny("phi3-longrope-short")
     draft = open_tiny("phi3", head_dim=24)
-    assert "keep their own" in finding(align(target, draft, never), "rope").message
+    assert "keep their own" in finding(compare(target, draft, never), "rope").message
 
 
 def test_a_theta_that_nobody_states_is_named() -> None:
     target, draft = pair()
     stated = {k: v for k, v in draft.checkpoint.config.items() if not k.startswith("rope")}
     draft.checkpoint.config = stated  # type: ignore[misc]
-    found = finding(align(target, draft, never), "rope theta")
+    found = finding(compare(target, draft, never), "rope theta")
     assert (found.severity, found.message) == ("warning", "config.json names none, assumed: 10000")
 
 
@@ -180,13 +180,13 @@ def test_odd_norms_are_named(eps: float | None, message: str) -> None:
     target, draft = pair()
     draft.checkpoint.config = {**draft.checkpoint.config, "rms_norm_eps": eps}  # type: ignore[misc]
     draft = replace(draft, config=replace(draft.config, rms_norm_eps=eps or 1e-6))
-    assert message in finding(align(target, draft, never), "rms_norm_eps").message
+    assert message in finding(compare(target, draft, never), "rms_norm_eps").message
 
 
 @pytest.mark.parametrize(("context", "severity", "clamped"), [(32, "warning", 32), (64, "ok", 64), (128, "fixed", 64)])
 def test_positions_are_those_of_the_shorter_context(context: int, severity: str, clamped: int) -> None:  # F16
     target, draft = pair(max_position_embeddings=context)
-    report = align(target, draft, never)
+    report = compare(target, draft, never)
     assert finding(report, "max positions").severity == severity
     assert report.config.context_length == clamped
 
@@ -203,13 +203,13 @@ def test_weights_are_read_only_when_settings_differ(monkeypatch: pytest.MonkeyPa
     target, draft = pair()
     read: list[torch.dtype] = []
     monkeypatch.setattr(OpenModel, "load", lambda self, *rest: read.append(self.dtype))
-    align_draft(target, draft)
+    fit_of_draft(target, draft)
     assert read == []
 
 
 def test_a_draft_of_half_the_target_is_remarked() -> None:
     target, _ = pair()
-    found = finding(align(target, target, never), "size")
+    found = finding(compare(target, target, never), "size")
     assert (found.severity, "100% of the target's parameters" in found.message) == ("warning", True)
 
 
@@ -235,7 +235,7 @@ def bare(model: OpenModel) -> OpenModel:
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_a_draft_without_tables_takes_the_targets(family: str) -> None:
     target = open_tiny(family)
-    report = align(target, bare(open_tiny("llama", seed=1, num_hidden_layers=1)), never)
+    report = compare(target, bare(open_tiny("llama", seed=1, num_hidden_layers=1)), never)
     assert finding(report, "embedding").severity == "fixed"
     weights = report.repaired.load(64, ReferenceBackend(eager_attention), torch.device("cpu")).weights
     assert torch.equal(weights.embedding.weight, target.checkpoint.tensor(EMBEDDING))
@@ -244,6 +244,6 @@ def test_a_draft_without_tables_takes_the_targets(family: str) -> None:
 
 
 def test_a_draft_without_tables_must_be_as_wide_as_its_target() -> None:
-    report = align(open_tiny("llama"), bare(open_tiny("llama", hidden_size=64)), never)
+    report = compare(open_tiny("llama"), bare(open_tiny("llama", hidden_size=64)), never)
     assert report.refusal is not None
     assert report.refusal.message.endswith("has none, and the target's is 96 x 48 instead of 96 x 64")

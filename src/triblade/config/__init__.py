@@ -1,0 +1,29 @@
+"""Everything a user can set, as frozen dataclasses resolved once: flags, TOML and the reference docs come from these fields.
+
+This package is the only place that reads the environment. It knows no model: a value that depends on one (context length, dtype,
+number of KV blocks) is `None` or "auto" here and resolved where the model is loaded.
+"""
+
+from __future__ import annotations
+
+from triblade.config.engine import DType, EngineConfig
+from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
+from triblade.config.mapping import from_mapping, from_toml
+from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
+from triblade.config.server import LogLevel, ServerConfig
+
+__all__ = [
+    "AlignConfig",
+    "BiasMode",
+    "ConvertConfig",
+    "DType",
+    "EngineConfig",
+    "LogLevel",
+    "ServerConfig",
+    "cache_dir",
+    "forced_isa",
+    "from_mapping",
+    "from_toml",
+    "offline",
+    "with_environment",
+]

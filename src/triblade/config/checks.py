@@ -1,0 +1,15 @@
+"""Range checks that several configurations share."""
+
+from __future__ import annotations
+
+from triblade.errors import ConfigError
+
+
+def require_at_least(name: str, value: float | None, least: int) -> None:
+    """None means "not given" and passes.
+
+    Raises:
+        ConfigError: `value` is below `least`.
+    """
+    if value is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got: {value}", param=name)

@@ -1,0 +1,41 @@
+"""What the environment says, and the only file that asks it. Every variable is listed in docs/reference/cli.md.
+
+Read when asked for, never at import, so that a test or a program can set a variable first.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from triblade.config.server import ServerConfig
+
+
+def with_environment(config: ServerConfig) -> ServerConfig:
+    """Add the API key from TRIBLADE_API_KEY, so that it need not stand on a command line."""
+    key = os.environ.get("TRIBLADE_API_KEY")
+    return replace(config, api_key=(*config.api_key, key)) if key else config
+
+
+def cache_dir() -> Path:
+    """Where downloads are kept: TRIBLADE_CACHE, else triblade/ under XDG_CACHE_HOME, ~/.cache or the temporary folder."""
+    if explicit := os.environ.get("TRIBLADE_CACHE"):
+        return Path(explicit)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "triblade"
+    home = os.path.expanduser("~")
+    if home == "~":  # no HOME, and a container's user need not be in the user database
+        return Path(tempfile.gettempdir()) / "triblade"
+    return Path(home) / ".cache" / "triblade"
+
+
+def forced_isa() -> str:
+    """The instruction set that TRIBLADE_ISA asks for; empty for none."""
+    return os.environ.get("TRIBLADE_ISA", "")
+
+
+def offline() -> bool:
+    """Whether the user forbade network access (TRIBLADE_OFFLINE or HF_HUB_OFFLINE)."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("TRIBLADE_OFFLINE", "HF_HUB_OFFLINE"))

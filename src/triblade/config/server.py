@@ -1,0 +1,63 @@
+"""Options of the HTTP server in front of an engine. Knows nothing of the engine; see `EngineConfig` for its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from triblade.config.checks import require_at_least
+from triblade.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+GenerationConfigSource = Literal["auto", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server in front of one engine."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 listens on every interface."""
+
+    port: int = 8000
+    """Port to listen on; bound before the model loads. 0 picks a free one."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Names clients may use for the model; default: `model` as given. The first one is reported."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
+
+    generation_config: GenerationConfigSource = "auto"
+    """Sampling defaults of requests: `auto` takes the model's generation_config, `none` the defaults of the OpenAI API."""
+
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template. A template is a program: allow it to clients you trust only."""
+
+    max_queued_requests: int = 1024
+    """Requests that may wait; one more is answered with 503."""
+
+    rate_limit_per_minute: int | None = None
+    """Requests per minute and API key (client address without keys); one more is answered with 429."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Largest request body; a larger one is answered with 413."""
+
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, seconds that running requests have to finish; a second signal ends at once."""
+
+    request_timeout_s: float = 600.0
+    """Seconds until a request is aborted, queueing included; 0 is no limit."""
+
+    log_level: LogLevel = "info"
+    """Least severe messages to log (to standard error)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got: {self.port}")
+        for name in ("max_queued_requests", "rate_limit_per_minute", "max_body_bytes"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("drain_timeout_s", "request_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got: {getattr(self, name)}")
