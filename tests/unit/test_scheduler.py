@@ -174,17 +174,16 @@ def test_finish_in_every_state_returns_the_blocks() -> None:  # E12
     seats=st.integers(1, 6),
     caching=st.booleans(),
     constant_hash=st.booleans(),
-    lookahead=st.integers(0, 2),
 )
 def test_any_traffic_gets_its_own_tokens(
-    data: st.DataObject, num_blocks: int, budget: int, seats: int, caching: bool, constant_hash: bool, lookahead: int
+    data: st.DataObject, num_blocks: int, budget: int, seats: int, caching: bool, constant_hash: bool
 ) -> None:  # E01, E03, E12, E19
     engine = FakeEngine(
         num_blocks,
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
-        num_lookahead_tokens=lookahead,
+        num_lookahead_tokens=data.draw(st.integers(0, 2)),
         **({"hash_function": lambda parent, tokens: b"same"} if constant_hash else {}),
     )
     live = []
