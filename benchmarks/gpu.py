@@ -100,29 +100,30 @@ def compute(executor: StepExecutor, requests: Sequence[Request], size: int) -> T
     return torch.cat(parts)
 
 
-def verify(name: str, weights: Weights, codec: str) -> float:
-    """Relative difference of logits from the reference backend, over two layers: chunks, then recorded steps of three sequences."""
+def verify(name: str, weights: Weights, codec: str, count: int = 3) -> float:
+    """Relative difference of logits from the reference backend, over two layers: chunks, then steps of `count` sequences."""
     config = replace(shape(name), num_layers=2, layers=shape(name).layers[:2])
-    model = Model(config, weights, 4, 640, codec)
+    model = Model(config, weights, count + 1, 640, codec)
     dense = dense_weights(model.weights)
     cache = KVCache(model.layout, model.cache.num_blocks, torch.bfloat16, torch.device("cuda"))
     reference = TorchExecutor(Decoder(config, dense, ReferenceBackend(), 640), cache, config.vocab_size)
     generator = random.Random(0)
-    tokens = [[generator.randrange(config.vocab_size) for _ in range(400)] for _ in range(3)]
+    tokens = [[generator.randrange(config.vocab_size) for _ in range(400)] for _ in range(count)]
     width, errors = model.layout.blocks_for(640), []
     for executor in (model.executor, reference):
         requests = [request(number, ids, width) for number, ids in enumerate(tokens)]
         parts = [compute(executor, requests, size) for size in (130, 200, 1, 1, 3, 20)]
         errors.append(torch.cat(parts))
     ours, expected = errors
-    sections = [3 * size for size in (130, 200, 1, 1, 3, 20)]
+    sections = [count * size for size in (130, 200, 1, 1, 3, 20)]
     each = [
         float((a - b).norm() / b.norm()) for a, b in zip(ours.split(sections), expected.split(sections), strict=True)
     ]
     worst = float(((ours - expected).norm(dim=1) / expected.norm(dim=1)).max())  # of a row
     best = float((ours.argmax(-1) == expected.argmax(-1)).float().mean())
     print(
-        f"verify {name} {weights} {codec}: {' '.join(f'{e:.2e}' for e in each)}; worst row {worst:.1e}, same best token {best:.3f}",
+        f"verify {name} {weights} {codec} {count}: {' '.join(f'{e:.2e}' for e in each)}; "
+        f"worst row {worst:.1e}, same best token {best:.3f}",
         flush=True,
     )
     return max(each)
@@ -157,8 +158,8 @@ def replay_ms(model: Model, batch: int, context: int, steps: int = 24) -> tuple[
         model.executor.forward(items)
         model.executor.score(range(batch), with_logits=True)
         whole.append(time.perf_counter() - start)
-    recorded = model.executor._recorded
-    graph = next(step.graph for (size, queries), step in recorded.items() if size >= batch and queries == 1)
+    recorded = model.executor._steps.recorded
+    graph = next(recorded[key].graph for key in sorted(recorded) if key[0] >= batch and key[1:] == (1, False))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -169,7 +170,7 @@ def replay_ms(model: Model, batch: int, context: int, steps: int = 24) -> tuple[
     return begin.elapsed_time(end) / steps, statistics.median(whole) * 1000
 
 
-def engine_around(model: Model, batch: int) -> Engine:
+def engine_around(model: Model, batch: int, budget: int = 8192) -> Engine:
     """An engine without a checkpoint; tokens are words."""
     size = model.config.vocab_size
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
@@ -186,8 +187,9 @@ def engine_around(model: Model, batch: int) -> Engine:
         BlockPool(model.cache.num_blocks),
         block_size=BLOCK,
         max_num_seqs=batch,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=budget,
         enable_prefix_caching=False,
+        num_lookahead_tokens=1,
     )
     return Engine(opened, ModelRunner(model.executor, Sampler(size)), scheduler, context_length=model.context)
 
@@ -203,8 +205,12 @@ def generate(model: Model, batch: int, prompt: int, new: int) -> dict[str, float
     engine.add([r for tokens in ids for r in engine.prepare(tokens, params)])
     count, first, first_count = 0, 0.0, 0
     answered: set[int] = set()
+    step_s: list[float] = []
     while engine.has_work:
+        begun = time.perf_counter()
         outputs = engine.step()
+        if first:
+            step_s.append(time.perf_counter() - begun)
         count += sum(len(output.token_ids) for _, output in outputs)
         answered |= {asked.number for asked, output in outputs if output.token_ids}
         if not first and len(answered) == batch:  # every prompt is computed
@@ -216,8 +222,32 @@ def generate(model: Model, batch: int, prompt: int, new: int) -> dict[str, float
         "prefill_tokens_per_s": batch * prompt / first,
         "decode_tokens_per_s": (count - first_count) / rest,
         "ms_per_token": rest / steps * 1000,
+        "median_step_ms": statistics.median(step_s) * 1000,
         "tokens_per_s": count / (first + rest),
     }
+
+
+def mix(name: str, weights: Weights, temperature: float) -> dict[str, Any]:
+    """256 requests at once, prompts and answers of 100 to 1,024 tokens: what nano-vllm measures. Counts new tokens only."""
+    model = Model(shape(name), weights, 256, 2064)
+    generator = random.Random(0)
+    prompts = [[generator.randint(0, 10000) for _ in range(generator.randint(100, 1024))] for _ in range(256)]
+    lengths = [generator.randint(100, 1024) for _ in prompts]
+    seconds = []
+    for _ in range(2):
+        engine = engine_around(model, 256, 16384)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for tokens, length in zip(prompts, lengths, strict=True):
+            params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
+            engine.add(engine.prepare(tokens, params))
+        while engine.has_work:
+            engine.step()
+        seconds.append(time.perf_counter() - start)
+    line = {"model": name, "weights": weights, "temperature": temperature, "seconds": seconds}
+    line["output_tokens_per_s"] = sum(lengths) / min(seconds)
+    print(f"mix {line}", flush=True)
+    return line
 
 
 def measure(
@@ -242,7 +272,7 @@ def measure(
         lines.append(line)
         print(
             f"{name} {weights} B={batch:3}: {figures['decode_tokens_per_s']:9,.0f} tok/s ({figures['ms_per_token']:.3f} ms/token), "
-            f"step {step_ms:.3f} ms, with host {whole_ms:.3f}, "
+            f"median {figures['median_step_ms']:.3f}, step {step_ms:.3f} ms, with host {whole_ms:.3f}, "
             f"limit {limit_ms:.3f} ({limit_ms / figures['ms_per_token']:.0%}); "
             f"prefill {figures['prefill_tokens_per_s']:,.0f} tok/s, first {figures['first_s'] * 1000:.0f} ms; "
             f"recorded in {record_s:.1f} s",
@@ -261,6 +291,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--no-verify", action="store_true")
+    parser.add_argument("--mix", nargs="*", type=float, default=[], help="temperatures of a mix of 256 requests")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -269,10 +300,13 @@ def main() -> None:
     for name in options.models:
         for weights in options.weights:
             if not options.no_verify:
-                results.setdefault("verify", []).append((name, weights, verify(name, weights, options.codec)))
+                for count in (3, 40):
+                    line = (name, weights, count, verify(name, weights, options.codec, count))
+                    results.setdefault("verify", []).append(line)
             arguments = (options.batches, options.codec, options.prompt, options.new)
             results["lines"] += measure(name, weights, *arguments)
             torch.cuda.empty_cache()
+            results.setdefault("mix", []).extend(mix(name, weights, t) for t in options.mix)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1))
 

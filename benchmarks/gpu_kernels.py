@@ -12,8 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,15 @@ from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import CudaDevice
-from triblade.ops.cuda.linear import SHARED_BYTES, STREAMED_TOKENS, Activations, LinearKernels, Tiling, key_of, tiling
+from triblade.ops.cuda.linear import STREAMED_TOKENS_DENSE, WIDE, Activations, LinearKernels
 from triblade.ops.cuda.linear import Product as LinearProduct
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
+from triblade.ops.cuda.tilings import Tiling, WideTiling, key_of, wide_tilings
 from triblade.ops.cuda.vectors import VectorKernels
 
 CACHE_BYTES = 256 * 2**20  # copies of a weight together: several times the second-level cache
 LAUNCHES = 32  # in a graph
+SHARED_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,12 @@ PRODUCTS = (
     Product("down", 3584, 18944),
     Product("head", 152064, 3584, False, "bf16"),
     Product("qkv bf16", 4608, 3584, False, "bf16"),
+    Product("output bf16", 3584, 3584, False, "bf16"),
     Product("gate_up bf16", 37888, 3584, True, "bf16"),
     Product("down bf16", 3584, 18944, False, "bf16"),
 )
 TOKENS = (1, 16, 32, 64)  # one for each number of token tiles
+LIBRARY_TOKENS = (64, 128)  # timed with the library as well, over rotating copies
 
 
 def time_us(launch: Callable[[int], object], launches: int = LAUNCHES, rounds: int = 5) -> float:
@@ -110,6 +113,15 @@ def candidates(matrix: DeviceMatrix, columns: int) -> Iterator[Tiling]:
         yield Tiling(row_tiles, columns, along_rows, along_inputs, depth, blocks, splits)
 
 
+def wide_candidates(matrix: DeviceMatrix, columns: int) -> Iterator[WideTiling]:
+    """The same for the warpgroups' instruction."""
+    depths = (2,) if matrix.bits == DENSE_BITS else (2, 4, 8)
+    for cut, depth in itertools.product(wide_tilings(matrix, columns), depths):
+        blocks = -(-matrix.rows // (TILE_ROWS * cut.block_tiles)) * cut.splits
+        if blocks >= 66 and (cut.splits == 1 or blocks <= 132 * 8) and depth * cut.groups <= 20:
+            yield replace(cut, depth=depth)
+
+
 def error(x: Tensor, matrix: DeviceMatrix, out: Tensor, dense: Tensor) -> float:
     """Relative, of a product without residual against float32."""
     expected = F.linear(x.float(), dense.float(), None if matrix.bias is None else matrix.bias.float())
@@ -128,7 +140,7 @@ class Bench:
         self.linear = LinearKernels(self.device, torch.bfloat16, self.memory)
         self.vectors = VectorKernels(self.device, torch.bfloat16, self.memory, 128)
 
-    def products(self, *, tune: bool, chosen: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def products(self, *, tune: bool, chosen: Sequence[str], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
         """A line per product and number of tokens."""
         for product in PRODUCTS:
             if chosen and product.name not in chosen:
@@ -137,11 +149,30 @@ class Bench:
             while sum(m.nbytes for m in copies) < CACHE_BYTES:
                 copies.append(self.matrix(product))
             self.linear.reserve(copies[:1])
-            self.linear.streamed_tokens = STREAMED_TOKENS
             self.linear._partial = torch.empty(2**26, device=self.memory)
-            is_library = product.kind == "bf16" and product.name != "head"  # beyond a few tokens
-            for tokens in TOKENS[:2] if is_library else TOKENS:
-                yield self.product(product, copies, tokens, tune)
+            for count in tokens:
+                if product.kind != "bf16" or count <= STREAMED_TOKENS_DENSE:
+                    yield self.product(product, copies, count, tune)
+            if product.kind == "bf16":
+                for count in LIBRARY_TOKENS:
+                    yield self.library(product, copies, count)
+            else:
+                yield self.spelling_out(product, copies)
+
+    def library(self, product: Product, copies: list[DeviceMatrix], tokens: int) -> dict[str, Any]:
+        """cuBLAS over rotating copies."""
+        x = torch.randn(tokens, product.inputs, device=self.memory).bfloat16()
+        out = torch.empty(tokens, product.rows, device=self.memory, dtype=x.dtype)
+        us = time_us(lambda n: torch.mm(x, copies[n % len(copies)].codes.T, out=out))
+        print(f"{product.name:13} M={tokens:3} cuBLAS {us:7.2f} us {copies[0].nbytes / us / 1e6:5.2f} TB/s", flush=True)
+        return {"product": product.name, "tokens": tokens, "cublas_us": us}
+
+    def spelling_out(self, product: Product, copies: list[DeviceMatrix]) -> dict[str, Any]:
+        """Packed weights as 16-bit ones."""
+        us = time_us(lambda n: self.linear.dequantize(copies[n % len(copies)]))
+        rate = (copies[0].nbytes + product.rows * product.inputs * 2) / us / 1e6
+        print(f"{product.name:13} spelled out {us:7.2f} us {rate:5.2f} TB/s", flush=True)
+        return {"product": product.name, "dequantize_us": us, "terabytes_per_s": rate}
 
     def matrix(self, product: Product) -> DeviceMatrix:
         """A random one."""
@@ -156,11 +187,12 @@ class Bench:
         columns = first.rows // 2 if first.is_gated else first.rows
         is_head = product.name == "head"
         out = torch.full((tokens, columns), torch.nan, device=self.memory, dtype=torch.float32 if is_head else x.dtype)
-        cuts = self.linear.tiles(tokens)
-        tilings = [tiling(first, cuts), *(candidates(first, cuts) if tune else ())]
-        self.device.compile(("linear.cu", self.linear.constants(first, cut, "silu")) for cut in tilings)
+        cuts, is_wide = inputs.tiles, bool(inputs.layout & WIDE)
+        more = (wide_candidates if is_wide else candidates)(first, cuts) if tune else ()
+        tilings = [self.linear.cut(first, inputs.layout), *more]
+        self.device.compile((cut.source, self.linear.constants(first, cut, "silu")) for cut in tilings)
         dense = self.linear.dequantize(first).clone()
-        found: list[tuple[float, Tiling]] = []
+        found: list[tuple[float, Tiling | WideTiling]] = []
         worst = 0.0
         for cut in tilings:
             out.fill_(torch.nan)
@@ -170,18 +202,18 @@ class Bench:
                 print(f"WRONG {product.name} {tokens} {cut}: {difference}", flush=True)
                 continue
 
-            def launch(number: int, cut: Tiling = cut) -> None:
+            def launch(number: int, cut: Tiling | WideTiling = cut) -> None:
                 self.linear.stream(LinearProduct(inputs, copies[number % len(copies)], out), cut)
 
             found.append((time_us(launch), cut))
-        library = time_us(partial(torch.mm, x, dense.T), 16)
+        library = time_us(lambda _: torch.mm(x, dense.T), 16)
         used = found[0][0]
         found.sort(key=lambda pair: pair[0])
         best_us, best = found[0]
         line = {
             "product": product.name,
             "tokens": tokens,
-            "key": key_of(first, cuts),
+            "key": key_of(first, cuts, is_wide=is_wide),
             "us": used,
             "best_us": best_us,
             "best": astuple(best),
@@ -240,6 +272,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, help="write the best tilings here")
+    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--no-attention", action="store_true")
     options = parser.parse_args()
     start = time.monotonic()
@@ -249,7 +282,7 @@ def main() -> None:
         grid = itertools.product(("bfloat16", "int8"), (576, 1024, 4096), (1, 8, 64))
         results["attention"] = [bench.attention(*sizes) for sizes in grid]
     results["products"] = []
-    for line in bench.products(tune=options.tune, chosen=options.only):
+    for line in bench.products(tune=options.tune, chosen=options.only, tokens=options.tokens):
         results["products"].append(line)
         results["seconds"] = time.monotonic() - start
         if options.out:
@@ -260,7 +293,7 @@ def main() -> None:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The best tiling of each product and number of token tiles, as `ops.cuda.linear` reads it."""
-    return {line["key"]: line["best"] for line in lines}
+    return {line["key"]: line["best"] for line in lines if "best" in line}
 
 
 if __name__ == "__main__":

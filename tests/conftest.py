@@ -21,6 +21,9 @@ collect_ignore = [] if find_spec("triblade._native") else list(NATIVE)
 EMULATED = ("contract/test_cuda_kernels.py", "model/test_cuda_models.py")
 collect_ignore += [] if which("g++") else list(EMULATED)
 
+# What needs a GPU runs where one is, with a CUDA build of torch (which brings cuda-bindings along).
+collect_ignore += [] if which("nvidia-smi") and find_spec("cuda") else ["gpu"]
+
 # A machine that does other work must not fail a test for being slow.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,17 +14,23 @@ from emulated_device import EmulatedDevice
 from torch import Tensor
 
 from triblade.engine.cuda_decoder import paged_layer
+from triblade.engine.cuda_steps import write_draws
+from triblade.engine.executor import GREEDY, Draw
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.models.decoder import window_mask
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
+from triblade.ops.cuda import attention
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
-from triblade.ops.cuda.linear import Activations, LinearKernels, Product, Tiling
+from triblade.ops.cuda.linear import WIDE, Activations, LinearKernels, Product
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
+from triblade.ops.cuda.tilings import Tiling, WideTiling
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.packing import QuantizedMatrix
 from triblade.ops.reference import ReferenceBackend
+from triblade.sampling_params import SamplingParams
+from triblade.spec.sampler import Sampler, SamplerRow
 
 BF16, F16 = torch.bfloat16, torch.float16
 ROUNDING = {BF16: 6e-3, F16: 8e-4}  # of results, relative; a wrong scale, order or offset is above 0.1
@@ -74,22 +81,37 @@ PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+# The same with (warpgroups, token tiles, depth, blocks, splits).
+WIDE_PRODUCTS: list[tuple[str, int, int, tuple[int, ...], torch.dtype, Any]] = [
+    ("4g128", 72, 33, (1, 8, 4, 1, 1), BF16, None),  # fewer rows than four warps have, in part
+    ("4g64", 192, 17, (2, 4, 2, 1, 1), BF16, "silu"),  # a block without rows of its own
+    ("4g32o", 80, 64, (1, 8, 2, 1, 2), BF16, None),  # blocks share the inputs
+    ("4g128o", 64, 40, (1, 8, 4, 1, 1), F16, "gelu_tanh"),
+    ("8g128", 48, 20, (1, 4, 2, 1, 1), BF16, None),
+    ("8g32o", 64, 30, (1, 4, 2, 1, 1), F16, "silu"),
+    ("dense", 72, 50, (1, 8, 2, 1, 4), BF16, None),
+    ("4g64", 144, 70, (3, 8, 4, 1, 1), BF16, None),  # two slabs of tokens
+]
+
+
+@pytest.mark.parametrize("case", [*PRODUCTS, *WIDE_PRODUCTS], ids=str)
 def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
     kind, rows, tokens, cut, dtype, activation = case
     torch.manual_seed(1)
-    inputs, is_gated = 256, activation is not None
+    inputs, is_gated = 384, activation is not None
     packed, weight, bias = matrix_of(kind, rows, inputs, dtype, is_gated=is_gated)
     kernels, vectors = LinearKernels(device, dtype, CPU), VectorKernels(device, dtype, CPU, 8)
     kernels._partial = torch.full((2**17,), torch.nan)
     x = torch.randn(tokens, inputs).to(dtype)
-    ordered = kernels.inputs(tokens, inputs)
+    tiling = WideTiling(*cut) if len(cut) == 5 else Tiling(*cut)
+    layout = tiling.token_tiles | (WIDE if len(cut) == 5 else 0)
+    ordered = Activations.empty(tokens, inputs, layout, dtype, CPU)
     vectors.arrange(x, ordered)
     columns = rows // 2 if is_gated else rows
     residual = None if is_gated else torch.randn(tokens, columns).to(dtype)
     out = torch.full((tokens, columns), torch.nan, dtype=dtype)
     for slab in range(-(-tokens // 64)):
-        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), Tiling(*cut), slab)
+        kernels.stream(Product(ordered, packed, out, residual, activation or "silu"), tiling, slab)
     expected = F.linear(x.float(), weight, bias)
     if is_gated:
         expected = ReferenceBackend().gated_activation(expected, activation)
@@ -98,17 +120,18 @@ def test_product(device: EmulatedDevice, case: tuple[Any, ...]) -> None:
     assert relative(out, expected) < ROUNDING[dtype]
 
 
-def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice) -> None:
+@pytest.mark.parametrize("tokens", [10, 40])
+def test_a_product_may_write_the_inputs_of_the_next(device: EmulatedDevice, tokens: int) -> None:
     """The gated result in the layout of inputs, and float32 results for the head."""
     torch.manual_seed(2)
     packed, weight, bias = matrix_of("4g64", 256, 128, BF16, is_gated=True)
     kernels, vectors = LinearKernels(device, BF16, CPU), VectorKernels(device, BF16, CPU, 8)
-    x = torch.randn(10, 128).to(BF16)
-    ordered, inner = kernels.inputs(10, 128), kernels.inputs(10, 128)
+    x = torch.randn(tokens, 128).to(BF16)
+    ordered, inner = kernels.inputs(tokens, 128), kernels.inputs(tokens, 128)
     vectors.arrange(x, ordered)
     kernels.multiply(ordered, packed, inner)
     head, head_weight, head_bias = matrix_of("dense", 40, 128, BF16, is_gated=False)
-    logits = torch.full((10, 40), torch.nan)
+    logits = torch.full((tokens, 40), torch.nan)
     kernels.multiply(inner, head, logits)
     middle = ReferenceBackend().gated_activation(F.linear(x.float(), weight, bias), "silu").to(BF16)
     assert relative(logits, F.linear(middle.float(), head_weight, head_bias)) < 2e-3
@@ -122,9 +145,9 @@ def test_many_tokens_take_the_weights_spelled_out(device: EmulatedDevice, kind: 
     kernels = LinearKernels(device, BF16, CPU)
     kernels.reserve([packed])
     assert relative(kernels.dequantize(packed), weight) < 3e-3
-    x = Activations(torch.randn(150, 256).to(BF16), 150, 0)
-    residual = None if is_gated else torch.randn(150, 96).to(BF16)
-    out = torch.full((150, 48 if is_gated else 96), torch.nan, dtype=BF16)
+    x = Activations(torch.randn(300, 256).to(BF16), 300, 0)
+    residual = None if is_gated else torch.randn(300, 96).to(BF16)
+    out = torch.full((300, 48 if is_gated else 96), torch.nan, dtype=BF16)
     kernels.multiply(x, packed, out, residual)
     expected = F.linear(x.values.float(), weight, bias)
     expected = (
@@ -149,6 +172,7 @@ class Case:
     has_norm: bool = False
     half: int = 32  # rotated pairs
     block: int = 16
+    is_staged: bool = False  # as with many sequences
 
 
 CASES = [
@@ -158,13 +182,16 @@ CASES = [
     Case(8, 2, 128, (200,), queries=5, codec="float16", dtype=F16, window=50),
     Case(4, 1, 256, (33, 260), softcap=20.0, half=64),
     Case(8, 2, 64, (100,), queries=33, codec="int8", dtype=F16, window=20, softcap=5.0),  # several tiles of rows
+    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_staged=True),
+    Case(6, 2, 64, (200,), codec="int8", is_staged=True, block=4),
     Case(9, 3, 64, (17, 2, 90), queries=2, block=4, half=16),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(device: EmulatedDevice, case: Case) -> None:
+def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, cache write and attention, against the reference over the same cache."""
+    monkeypatch.setattr(attention, "STAGED_BLOCKS", 0 if case.is_staged else 10**9)
     torch.manual_seed(4)
     caches, tables = filled_caches(case)
     positions = torch.cat([torch.arange(n - case.queries, n) for n in case.lengths])
@@ -194,7 +221,11 @@ def test_attention(device: EmulatedDevice, case: Case) -> None:
 def filled_caches(case: Case) -> tuple[list[KVCache], Tensor]:
     """Two caches with the same history in scattered blocks, and the block tables."""
     layout = KVLayout(
-        num_layers=2, num_kv_heads=case.groups, head_dim=case.dim, block_size=case.block, codec=case.codec
+        num_layers=2,
+        num_kv_heads=case.groups,
+        head_dim=case.dim,
+        block_size=case.block,
+        codec=case.codec,
     )
     counts = [layout.blocks_for(n) for n in case.lengths]
     caches = [KVCache(layout, sum(counts) + 1, case.dtype) for _ in range(2)]
@@ -267,8 +298,8 @@ def test_norms(device: EmulatedDevice, width: int) -> None:
     plain = Activations(torch.empty_like(x), 3, 0)
     kernels.rms_norm(x, weight, 1e-5, plain)
     assert relative(plain.values, ops.rms_norm(x, weight, 1e-5)) < 1e-3
-    tiled, again = (Activations(torch.zeros(8, -(-width // 64) * 64, dtype=BF16), 3, 1) for _ in range(2))
-    if width % 64 == 0:
+    for layout in (1, 4 | WIDE) if width % 64 == 0 else ():
+        tiled, again = (Activations.empty(3, width, layout, BF16, CPU) for _ in range(2))
         kernels.rms_norm(x, weight, 1e-5, tiled)
         kernels.arrange(plain.values, again)
         assert torch.equal(tiled.values, again.values)
@@ -302,13 +333,50 @@ def test_best_token(device: EmulatedDevice) -> None:
     torch.testing.assert_close(capped[4, :990], torch.tanh(logits[4, :990] / 3) * 3)
 
 
+def test_drawn_tokens(device: EmulatedDevice) -> None:
+    """Those of the sampler, seed for seed; greedy rows and rows that are not finite keep their best token."""
+    torch.manual_seed(9)
+    count, vocabulary = 40, 990
+    logits = torch.randn(count, 1000) * 3
+    logits[3, 17] = torch.nan
+    params = [
+        SamplingParams(temperature=(0.0, 0.6, 1.0, 1.7)[n % 4], min_p=(0.0, 0.05)[n % 3 == 0]) for n in range(count)
+    ]
+    seeds = [2**63 + 12345 * n for n in range(count)]
+    rows = [
+        SamplerRow(
+            params=p, seed=seed, position=n, prompt_token_ids=[], output_token_ids=[], stop_token_ids=frozenset()
+        )
+        for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
+    ]
+    expected = Sampler(vocabulary).sample(logits, rows).token_ids
+    kernels = VectorKernels(device, BF16, CPU, count)
+    kernels.reserve_draws(vocabulary)
+    best, columns = torch.empty(count, dtype=torch.int32), np.zeros((5, count), dtype=np.int32)
+    kernels.best_token(logits, vocabulary, None, best)
+    greedy = best.tolist()
+    draws = [
+        Draw(seed, n, p.temperature, p.min_p) if p.temperature else GREEDY
+        for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
+    ]
+    write_draws(columns, draws)
+    kernels.draw_token(logits, vocabulary, torch.from_numpy(columns), best)
+    assert best[3] == -1
+    expected[3] = -1
+    assert best.tolist() == expected
+    assert sum(a != b for a, b in zip(best.tolist(), greedy, strict=True)) > count / 4
+    assert not kernels._counters.any()
+
+
 def test_inputs_of_the_next_step(device: EmulatedDevice) -> None:
     """Going on, at the end of a block, without room, without a token, and nobody."""
     tables = torch.tensor([[3, 5], [4, 1], [2, 0], [6, 7], [0, 0]], dtype=torch.int32)
     inputs = torch.tensor([[9] * 5, [4, 7, 7, 2, -1], [28, 39, 23, 50, -1]], dtype=torch.int32)
     best = torch.tensor([11, 12, 13, -1, 14], dtype=torch.int32)
     num_blocks = torch.tensor([2, 2, 1, 2, 0], dtype=torch.int32)
-    VectorKernels(device, BF16, CPU, 8).advance(best, inputs, tables, num_blocks, 8)
+    drawn = torch.arange(5, dtype=torch.int32)
+    VectorKernels(device, BF16, CPU, 8).advance(best, inputs, tables, num_blocks, 8, drawn)
+    assert drawn.tolist() == [1, 2, 3, 4, 4]
     assert inputs[1].tolist() == [5, 8, -1, -1, -1]
     assert inputs[2].tolist() == [29, 8, -1, -1, -1]
     assert inputs[0, :2].tolist() == [11, 12]

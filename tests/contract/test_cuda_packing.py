@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 
 from triblade.ops.backend import Linear
-from triblade.ops.cuda.linear import Activations, LinearKernels, key_of, partial_numbers, tiling
+from triblade.ops.cuda.linear import ROWS, WIDE, Activations, LinearKernels
 from triblade.ops.cuda.packing import pack_codes, pack_dense, tile_order, unpack, why_not_dense, why_not_packed
+from triblade.ops.cuda.tilings import (
+    Tiling,
+    WideTiling,
+    key_of,
+    measured_tilings,
+    partial_numbers,
+    tiling,
+    wide_tiling,
+    wide_tilings,
+)
 from triblade.ops.packing import QuantizedMatrix
 
 
@@ -74,22 +87,38 @@ def test_every_product_can_be_cut(rows: int, columns: int) -> None:
     assert (partial_numbers(matrix, cut) > 0) == (cut.splits > 1)
 
 
-def test_measured_tilings_are_whole() -> None:
-    """The table that comes with the package is one that `tiling` can read, for the matrices it names."""
-    from triblade.ops.cuda import linear
+@pytest.mark.parametrize(("rows", "inputs"), [(64, 64), (960, 576), (3584, 18944), (37888, 3584)])
+@pytest.mark.parametrize("columns", [4, 8])
+def test_every_wide_product_can_be_cut(rows: int, inputs: int, columns: int) -> None:
+    """The rule takes one of the cuts that make sense, all of which leave every block something to do."""
+    matrix = pack_dense(Linear(torch.empty(rows, inputs, device="meta")))
+    assert wide_tiling(matrix, columns) in wide_tilings(matrix, columns)
+    for cut in wide_tilings(matrix, columns):
+        assert cut.splits <= inputs // 64
+        assert cut.threads <= 672
 
-    for key, numbers in linear._measured(90).items():
-        cut = linear.Tiling(*numbers)
-        assert key.endswith(f"t{cut.token_tiles}")
-        assert cut.threads <= 512
+
+def test_measured_tilings_are_whole() -> None:
+    """The table that comes with the package is one that the rules can read, for the matrices it names."""
+    for key, numbers in measured_tilings(90).items():
+        cut = Tiling(*numbers) if len(numbers) == 7 else WideTiling(*numbers)
+        assert key.endswith(f"{'t' if len(numbers) == 7 else 'w'}{cut.token_tiles}")
+        assert cut.threads <= 672
     assert key_of(pack_dense(Linear(torch.empty(32, 64)), is_gated=True), 4) == "16 bits g0 32x64 gated t4"
 
 
-def test_layouts_of_inputs() -> None:
-    kernels = LinearKernels(None, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]
-    assert [kernels.tiles(n) for n in (1, 8, 9, 16, 17, 33, 64, 128, 129)] == [1, 1, 2, 2, 4, 8, 8, 8, 0]
+@pytest.mark.parametrize("has_warpgroups", [True, False])
+def test_layouts_of_inputs(tmp_path: Path, has_warpgroups: bool) -> None:
+    kernels = LinearKernels(
+        EmulatedDevice(tmp_path, has_warpgroups=has_warpgroups), torch.bfloat16, torch.device("cpu")
+    )
+    wide = WIDE if has_warpgroups else 0
+    assert [kernels.layout(n) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
+    assert [kernels.layout(n) for n in (17, 33, 64, 128)] == [4 | wide, 8 | wide, 8 | wide, 8 | wide]
+    assert [kernels.layout(n) for n in (129, 257)] == [8 | wide if has_warpgroups else ROWS, ROWS]
+    assert [kernels.head_layout(n) for n in (5, 16, 17)] == [1, 2, ROWS]
     kernels.reserve([pack_dense(Linear(torch.empty(32, 64)))])
-    assert [kernels.tiles(n) for n in (16, 17)] == [2, 0]
-    room = Activations.empty(70, 64, 8, torch.bfloat16, torch.device("cpu"))
+    assert [kernels.layout(n) for n in (16, 17)] == [2, ROWS]
+    room = Activations.empty(70, 64, 8 | WIDE, torch.bfloat16, torch.device("cpu"))
     assert room.values.shape == (128, 64)
     assert room.slab(1) - room.slab(0) == 64 * 64 * 2

@@ -24,10 +24,13 @@ from tiny import prompt
 
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
 from triblade.engine.request import Request
+from triblade.engine.runner import ModelRunner
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.models.config import model_config
 from triblade.ops.cuda.packing import unpack
 from triblade.quant.device_weights import DeviceReader, device_bytes
+from triblade.sampling_params import SamplingParams
+from triblade.spec.sampler import Sampler
 
 IDS = prompt(30)
 BOUND = 6e-2  # of bfloat16's roundings in a model of three layers
@@ -126,7 +129,7 @@ def begun(executor: Any, lengths: tuple[int, ...]) -> list[Request]:
 
 
 def test_steps_run_ahead(folder: Path) -> None:
-    """Tokens are those of launched steps; every step but the first is found under way."""
+    """Tokens are those of launched steps; every step but the first is found under way, with the next one behind it."""
     model = cuda_tiny("qwen2", num_hidden_layers=2)
     config = config_of(model)
     launched, recorded = (
@@ -139,8 +142,104 @@ def test_steps_run_ahead(folder: Path) -> None:
     assert recorded.replays - before == 10  # the last of them for nothing
 
 
+def test_requests_leave_a_chain_of_steps(folder: Path) -> None:
+    """Those that stay find their step under way, in whatever order; nothing is computed for nothing but the last step.
+    What a request that left still wrote is behind its end."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    launched, recorded = (
+        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
+    )
+    results = []
+    for executor in (launched, recorded):
+        requests = begun(executor, (7, 12, 20, 9))
+        before = executor.replays if isinstance(executor, RecordingExecutor) else 0
+        greedy(executor, requests, 3)
+        greedy(executor, [requests[3], requests[0], requests[1]], 3)
+        greedy(executor, [requests[1]], 3)
+        results.append([request.output_token_ids for request in requests])
+        for layer in range(config.num_layers):
+            tables = torch.tensor([list(requests[2].block_table)])
+            results[-1].append([x[0, :22].float().tolist() for x in executor.cache.read(layer, tables)])
+    assert results[0] == results[1]
+    assert recorded.replays - before == 10
+
+
+def test_blocks_that_come_while_steps_run(folder: Path) -> None:
+    """A table grows one step before it is needed: the chain goes on with it. Without a block in time the step begins anew."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    launched, recorded = (
+        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
+    )
+    expected = greedy(launched, begun(launched, (7, 12)), 30)
+    for ahead in (1, 0):
+        requests = begun(recorded, (7, 12))
+        whole = [list(request.block_table) for request in requests]
+        for request in requests:
+            request.block_table = request.block_table[:1]
+        for _ in range(30):
+            for request, blocks in zip(requests, whole, strict=True):
+                needed = -(-(request.num_tokens + ahead) // 16)
+                request.block_table.extend(blocks[len(request.block_table) : needed])
+            greedy(recorded, requests, 1)
+        assert [request.output_token_ids for request in requests] == expected
+        assert recorded._now is not None
+        assert recorded._now.number == (29 if ahead else 3)  # steps since one began from the host's inputs
+
+
+def test_logits_of_a_step_that_was_overtaken(folder: Path) -> None:
+    """They are asked for when the next step has run already: the step is computed again."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    launched, recorded = (
+        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
+    )
+    results = []
+    for executor in (launched, recorded):
+        requests = begun(executor, (7, 12))
+        tokens = greedy(executor, requests, 3)
+        executor.forward([ScheduledRequest.next(r, 1) for r in requests])
+        scores = executor.score([1, 0], with_logits=True)
+        assert scores.logits is not None
+        results.append((tokens, scores.best, scores.logits.tolist()))
+    assert results[0] == results[1]
+
+
+class Undrawn:
+    """An executor that leaves drawing to the host."""
+
+    def __init__(self, executor: Any) -> None:
+        self.forward, self.score, self.max_rows = executor.forward, executor.score, executor.max_rows
+
+
+def test_drawn_tokens_run_ahead_as_well(folder: Path) -> None:
+    """Requests with temperatures and without, from their prompts on: the host's tokens, seed for seed, step behind step."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    results = []
+    for draws in (False, True):
+        executor = cuda_executor(model.source, config, folder, kind=RecordingExecutor)
+        runner = ModelRunner(executor if draws else Undrawn(executor), Sampler(config.vocab_size))  # type: ignore[arg-type]
+        requests = [sequence(number, ids) for number, ids in enumerate(prompts((7, 12, 20)))]
+        for request, temperature in zip(requests, (0.8, 0.0, 1.2), strict=True):
+            request.params, request.seed = SamplingParams(temperature=temperature, min_p=0.01), request.number + 2**62
+        for step in range(10):
+            sizes = [r.num_tokens - r.num_computed_tokens for r in requests]
+            before = executor.replays
+            for result in runner.execute([ScheduledRequest.next(r, n) for r, n in zip(requests, sizes, strict=True)]):
+                result.request.num_computed_tokens += result.item.num_tokens
+                result.request.append(result.token_ids[0])
+            if step > 1:
+                assert executor.replays - before == 1
+        assert executor._now is not None
+        assert (executor._now.number > 5) == draws
+        results.append([request.output_token_ids for request in requests])
+    assert results[0] == results[1]
+
+
 def test_a_step_that_was_not_expected_is_computed(folder: Path) -> None:
-    """A request leaves, one takes another token than its best, blocks end: what ran ahead is dropped, tokens stay right."""
+    """A request takes another token than its best, gets its blocks taken away and others: what ran ahead is dropped."""
     model = cuda_tiny("qwen2", num_hidden_layers=2)
     config = config_of(model)
     launched, recorded = (
@@ -155,12 +254,14 @@ def test_a_step_that_was_not_expected_is_computed(folder: Path) -> None:
         greedy(executor, requests[:2], 2)
         requests[0].token_ids[-1] = requests[0].output_token_ids[-1] = 5
         greedy(executor, requests, 4)
+        requests[1].block_table = requests[1].block_table[:]
+        greedy(executor, requests, 4)
         results.append([request.output_token_ids for request in requests])
     assert results[0] == results[1]
 
 
 def test_guessing_stops_where_it_is_wrong(folder: Path) -> None:
-    """Sampled tokens are seldom the best: after a wrong guess nothing runs ahead until one would have been right."""
+    """Tokens that are not the best: after a wrong guess nothing runs ahead until one would have been right."""
     model = cuda_tiny("qwen2", num_hidden_layers=1)
     executor = cuda_executor(model.source, config_of(model), folder, kind=RecordingExecutor)
     (request,) = begun(executor, (9,))

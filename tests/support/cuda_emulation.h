@@ -33,7 +33,9 @@ struct Index {
 #define DEVICE static inline
 #define KERNEL static void
 #define SHARED static
+#define DYNAMIC_SHARED(name) static __attribute__((aligned(128))) u8 name[228 << 10]
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 
 static Index threadIdx, blockIdx, blockDim, gridDim;
 using std::max;
@@ -66,6 +68,12 @@ static void wait(u32& count, u32& round, u32 expected) {
     count = 0, round++;
     return;
   }
+  Thread& thread = threads[current];
+  thread.round = &round, thread.since = round;
+  if (!_setjmp(thread.place)) _longjmp(scheduler, 1);
+}
+// Let others run until `round` changes.
+static void give_way(const u32& round) {
   Thread& thread = threads[current];
   thread.round = &round, thread.since = round;
   if (!_setjmp(thread.place)) _longjmp(scheduler, 1);
@@ -194,6 +202,64 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   emulation::warp_barrier();
 }
+
+// The second operand of a warpgroup's product: where it is, and how its parts lie apart.
+struct Operand {
+  const u8* first;
+  u32 inputs_apart, tokens_apart;
+};
+DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 tokens_apart) {
+  return {static_cast<const u8*>(shared), inputs_apart, tokens_apart};
+}
+// At once, warp by warp.
+template <bool F16, int TILES>
+DEVICE void multiply_wide(float (&c)[TILES][4], const u32 (&a)[4], Operand b) {
+  emulation::Warp& warp = emulation::warp();
+  const int me = emulation::current & 31;
+  for (int i = 0; i < 4; i++) warp.words[me][i] = a[i];
+  emulation::warp_barrier();
+  for (int n = 0; n < TILES; n++)
+    for (int i = 0; i < 4; i++) {
+      const int row = (me >> 2) + 8 * (i >> 1), token = 2 * (me & 3) + (i & 1);
+      for (int k = 0; k < 16; k++) {
+        const u8* unit = b.first + (k >> 3) * b.inputs_apart + n * b.tokens_apart + token * 16;
+        c[n][i] += number<F16>(warp.words[(row & 7) * 4 + (k % 8) / 2][(row >> 3) + 2 * (k >> 3)], k) *
+                   number<F16>(reinterpret_cast<const u32*>(unit)[(k & 7) / 2], k);
+      }
+    }
+  emulation::warp_barrier();
+}
+DEVICE void begin_products() {}
+DEVICE void end_products() {}
+template <int LEFT>
+DEVICE void wait_for_products() {}
+
+// A barrier in 64 bits: how many arrivals a phase expects, how many are missing, and how many phases are over. Copies take no time.
+struct Barrier {
+  u16 expected, missing;
+  u32 over;
+};
+DEVICE Barrier& barrier_at(u64* barrier) { return *reinterpret_cast<Barrier*>(barrier); }
+DEVICE void init_barrier(u64* barrier, u32 arrivals) { barrier_at(barrier) = {u16(arrivals), u16(arrivals), 0}; }
+DEVICE void barriers_are_ready() {}
+DEVICE void arrive(u64* barrier) {
+  Barrier& b = barrier_at(barrier);
+  if (--b.missing == 0) b.missing = b.expected, b.over++;
+}
+DEVICE void expect_bytes(u64* barrier, u32) { arrive(barrier); }
+DEVICE void wait_for_phase(u64* barrier, u32 phase) {
+  while ((barrier_at(barrier).over & 1) == phase) emulation::give_way(barrier_at(barrier).over);
+}
+DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64*) { memcpy(shared, global, bytes); }
+template <int BYTES>
+DEVICE void copy_own(void* shared, const void* global, bool exists) {
+  if (exists) memcpy(shared, global, BYTES);
+  else memset(shared, 0, BYTES);
+}
+DEVICE void end_copy_group() {}
+template <int LEFT>
+DEVICE void wait_for_copies() {}
+
 template <u32 MASK>
 DEVICE u32 and_or(u32 a, u32 b) {
   return (a & MASK) | b;
@@ -208,15 +274,18 @@ DEVICE u32 permute(u32 a, u32 b, u32 order) {
 DEVICE u32x4 load_once(const u32x4* p) { return *p; }
 DEVICE u32 load_once(const u32* p) { return *p; }
 template <typename N>
-DEVICE N shuffle_xor(N value, int mask) {
+DEVICE N shuffle(N value, int from) {
   emulation::Warp& warp = emulation::warp();
-  const int lane = emulation::current & 31;
-  memcpy(&warp.words[lane][0], &value, 4);
+  memcpy(warp.words[emulation::current & 31], &value, sizeof value);
   emulation::warp_barrier();
   N other;
-  memcpy(&other, &warp.words[lane ^ mask][0], 4);
+  memcpy(&other, warp.words[from], sizeof other);
   emulation::warp_barrier();
   return other;
+}
+template <typename N>
+DEVICE N shuffle_xor(N value, int mask) {
+  return shuffle(value, (emulation::current & 31) ^ mask);
 }
 DEVICE void warp_barrier() { emulation::warp_barrier(); }
 DEVICE void block_barrier() { emulation::wait(emulation::arrived, emulation::generation, emulation::live); }

@@ -12,7 +12,8 @@ from emulated_device import EmulatedDevice
 from native_models import SEQUENCE_BLOCKS
 from tiny import TinyModel, tiny_model
 
-from triblade.engine.cuda import CudaExecutor, _Recorded
+from triblade.engine.cuda import CudaExecutor
+from triblade.engine.cuda_steps import Recorded, RecordedSteps
 from triblade.engine.executor import TorchExecutor
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
@@ -81,24 +82,27 @@ class Replayed:
         self._run()
 
 
-class RecordingExecutor(CudaExecutor):
+class RecordingSteps(RecordedSteps):
     """Recorded steps without a GPU."""
+
+    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
+        inputs = self._inputs(size, queries)
+        self._decoder.reserve(size, queries)
+        return Recorded(Replayed(lambda: self._run(inputs, queries, draws)), inputs, queries, draws)
+
+
+class RecordingExecutor(CudaExecutor):
+    """An executor that records without a GPU."""
+
+    steps_kind = RecordingSteps
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._records = True
 
-    def _record(self, size: int, queries: int) -> _Recorded:
-        inputs = self._inputs(size, queries)
-        self._decoder.reserve(size, queries)
-        return _Recorded(Replayed(lambda: self._run(inputs, queries)), inputs, queries)
-
-    def _wait(self) -> None:
-        """Everything is done at once."""
-
     @property
     def replays(self) -> int:
-        return sum(step.graph.count for step in self._recorded.values())
+        return sum(step.graph.count for step in self._steps.recorded.values())
 
 
 def reference_executor(source: Any, config: ModelConfig, codec: str, dtype: torch.dtype) -> TorchExecutor:

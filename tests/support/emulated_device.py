@@ -20,7 +20,7 @@ KERNEL = re.compile(r"^KERNEL\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", re.M
 @cache
 def library(source: str, constants: tuple[tuple[str, int], ...], folder: Path) -> ctypes.CDLL:
     """A source file, compiled with its constants."""
-    text = source_text("layout.cuh") + source_text(source)
+    text = source_text(source)
     exports = "".join(f"EXPORT({name})\n" for name in KERNEL.findall(text))
     program = f'#include "{HEADER}"\n{text}\n{exports}'
     key = hashlib.sha256((program + repr(constants) + HEADER.read_text()).encode()).hexdigest()[:16]
@@ -36,12 +36,22 @@ def library(source: str, constants: tuple[tuple[str, int], ...], folder: Path) -
 class EmulatedDevice:
     """See `triblade.ops.cuda.device.Device`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_warpgroups: bool = True) -> None:
         self._folder = folder
+        self.has_warpgroups = has_warpgroups
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         return getattr(library(source, tuple(sorted(constants.items())), self._folder), f"launch_{name}")
 
-    def launch(self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        overlaps: bool = True,
+    ) -> None:
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         kernel((ctypes.c_uint * 3)(*grid), ctypes.c_uint(threads), addresses)

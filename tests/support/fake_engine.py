@@ -46,6 +46,7 @@ class FakeEngine:
         hash_function: HashFunction = hash_block,
         draft: Callable[[Request], list[int]] | None = None,
         draft_length: int = 3,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.draft, self.draft_length = draft, draft_length
         self.pool = BlockPool(num_blocks, hash_function)
@@ -55,6 +56,7 @@ class FakeEngine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            num_lookahead_tokens=num_lookahead_tokens,
         )
         self.block_size = block_size
         self.slots: dict[int, tuple[int, ...]] = {}

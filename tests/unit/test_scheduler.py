@@ -84,6 +84,25 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert not engine.pool.match(prompt(8), engine.scheduler.block_size, most=1)
 
 
+def test_blocks_come_one_token_ahead_while_plenty_are_free() -> None:
+    """Before the step that needs them, but not where another running request would have to do without."""
+    ahead = FakeEngine(3, num_lookahead_tokens=1)
+    request = ahead.request(list(range(6)), max_tokens=6)
+    lengths = []
+    while not request.is_finished:
+        ahead.step()
+        lengths.append((request.num_computed_tokens, len(request.block_table)))
+    assert lengths[:3] == [(6, 2), (7, 2), (8, 2)]  # the last block of the pool stays for whoever runs
+    roomy = FakeEngine(8, num_lookahead_tokens=1)
+    request = roomy.request(list(range(6)), max_tokens=6)
+    lengths = []
+    while not request.is_finished:
+        roomy.step()
+        lengths.append((request.num_computed_tokens, len(request.block_table)))
+    assert lengths[:3] == [(6, 2), (7, 2), (8, 3)]
+    roomy.pool.check()
+
+
 def test_choices_wait_for_their_leader_and_share_its_prompt() -> None:
     engine = FakeEngine(64, max_num_batched_tokens=8)
     leader = engine.request(prompt(17), max_tokens=3)
@@ -164,6 +183,7 @@ def test_any_traffic_gets_its_own_tokens(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
+        num_lookahead_tokens=data.draw(st.integers(0, 2)),
         **({"hash_function": lambda parent, tokens: b"same"} if constant_hash else {}),
     )
     live = []

@@ -71,7 +71,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     engine = Engine(
         model,
         ModelRunner(target.executor, Sampler(model.vocab_size)),
-        _scheduler(config, plan.num_kv_blocks),
+        _scheduler(config, plan.num_kv_blocks, target.executor),
         context_length=plan.context_length,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
@@ -111,13 +111,14 @@ def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCac
     return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
 
 
-def _scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+def _scheduler(config: EngineConfig, num_blocks: int, executor: StepExecutor) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        num_lookahead_tokens=int(executor.name == "cuda"),
     )
 
 

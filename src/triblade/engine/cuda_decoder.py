@@ -50,16 +50,18 @@ class Buffers:
     normed: Activations  # [T, C]
     mixed: Activations  # [T, H * D]
     inner: Activations  # [T, I]
+    hidden: Activations  # [T, C] for the head, in the memory of `normed`
 
-    def first(self, tokens: int, tiles: int) -> Buffers:
+    def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
         """The same memory for fewer tokens."""
         return Buffers(
             x=self.x[:tokens],
             projected=self.projected[:tokens],
             qkv=self.qkv[:tokens],
-            normed=self.normed.first(tokens, tiles),
-            mixed=self.mixed.first(tokens, tiles),
-            inner=self.inner.first(tokens, tiles),
+            normed=self.normed.first(tokens, layout),
+            mixed=self.mixed.first(tokens, layout),
+            inner=self.inner.first(tokens, layout),
+            hidden=self.normed.first(tokens, head_layout),
         )
 
 
@@ -95,6 +97,7 @@ class CudaDecoder:
         self._linear.reserve(self.matrices())
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
+        self._vectors.reserve_draws(config.vocab_size)
         # The scale is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
 
@@ -110,18 +113,20 @@ class CudaDecoder:
         def rows(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=self.dtype, device=self.memory)
 
+        normed = inputs(tokens, config.hidden_size)
         return Buffers(
             x=rows(config.hidden_size),
             projected=rows(config.hidden_size if config.post_norms else 0),
             qkv=rows(config.q_size + 2 * config.kv_size),
-            normed=inputs(tokens, config.hidden_size),
+            normed=normed,
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
+            hidden=normed.first(tokens, self._linear.head_layout(tokens)),
         )
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
-        return buffers.first(tokens, self._linear.tiles(tokens))
+        return buffers.first(tokens, self._linear.layout(tokens), self._linear.head_layout(tokens))
 
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""
@@ -148,7 +153,8 @@ class CudaDecoder:
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
         picked = hidden.values[rows]
-        inputs = self._linear.inputs(len(picked), picked.shape[1])
+        layout = self._linear.head_layout(len(picked))
+        inputs = Activations.empty(len(picked), picked.shape[1], layout, self.dtype, self.memory)
         self._vectors.arrange(picked, inputs)
         return inputs
 
@@ -156,13 +162,17 @@ class CudaDecoder:
         """out [R, V] float32 of hidden states [R, C], not capped yet (`choose` does that)."""
         self._linear.multiply(hidden, self.weights.head, out)
 
-    def choose(self, logits: Tensor, vocabulary: int, out: Tensor) -> None:
-        """out [R] int32: the best of the first `vocabulary` tokens; caps the logits in place."""
+    def choose(self, logits: Tensor, vocabulary: int, out: Tensor, draws: Tensor | None = None) -> None:
+        """out [R] int32: of the first `vocabulary` tokens the best, or one drawn as `draws` [5, R] say; caps logits in place."""
         self._vectors.best_token(logits, vocabulary, self.config.logits_softcap, out)
+        if draws is not None:
+            self._vectors.draw_token(logits, vocabulary, draws, out)
 
-    def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor) -> None:
+    def advance(
+        self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor, drawn: Tensor | None = None
+    ) -> None:
         """See `VectorKernels.advance`."""
-        self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size)
+        self._vectors.advance(best, inputs, tables, num_blocks, self._cache.layout.block_size, drawn)
 
     def _project(
         self, inputs: Activations, matrix: DeviceMatrix, post_norm: Tensor | None, buffers: Buffers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,28 @@ class StepExecutor(Protocol):
 
     def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """Apply the head to rows of the last `forward`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn from logits as they are, see `spec.distribution` and `spec.random_numbers`; temperature 0 is greedy."""
+
+    seed: int
+    position: int  # output tokens before it
+    temperature: float
+    min_p: float
+
+
+GREEDY = Draw(0, 0, 0.0, 0.0)
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """An executor that can draw tokens itself."""
+
+    def expect_draws(self, draws: Sequence[Draw] | None) -> None:
+        """How each item of the next `forward` goes on; None if all are greedy. `score` without logits gives these tokens."""
         ...
 
 

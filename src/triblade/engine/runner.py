@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from triblade.engine.executor import StepExecutor
+from triblade.engine.executor import GREEDY, Draw, DrawsTokens, StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
@@ -60,21 +60,38 @@ class ModelRunner:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
         items = sorted(scheduled, key=lambda item: item.num_tokens)  # equal lengths stand together
         first_rows = [0, *accumulate(item.num_tokens for item in items)]
-        self.executor.forward(items)
         results = [StepResult(item, row) for item, row in zip(items, first_rows, strict=False)]
+        sampling = [r for r in results if r.item.samples and r.request.max_tokens > 0]
+        is_chosen = self._leave_choice(results, sampling)
+        self.executor.forward(items)
         self._score_prompts(results)
-        self._sample([r for r in results if r.item.samples and r.request.max_tokens > 0])
+        if sampling:
+            self._sample(sampling, is_chosen)
         return results
 
-    def _sample(self, results: list[StepResult]) -> None:
+    def _leave_choice(self, results: list[StepResult], sampling: list[StepResult]) -> bool:
+        """Whether the executor chooses all tokens itself: greedy ones, and drawn ones where it can."""
+        # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
+        firsts = [next(sampler_rows(result.request, 0)) for result in sampling]
+        is_greedy = all(row.is_plain_greedy for row in firsts)
+        if not isinstance(self.executor, DrawsTokens):
+            return is_greedy
+        has_drafts = any(result.item.num_draft_tokens for result in sampling)
+        is_drawn = not (is_greedy or has_drafts) and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
+        self.executor.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
+        return is_greedy or is_drawn
+
+    def _sample(self, results: list[StepResult], is_chosen: bool) -> None:
         """Sample and verify for every item that reached the end of its known tokens."""
         rows = list[int]()
         for result in results:
             end = result.first_row + result.item.num_tokens
             rows += range(end - result.item.num_draft_tokens - 1, end)
-        if not rows:
-            return
-        sampled, at = self._sample_rows(rows, results), 0
+        if is_chosen:
+            sampled = Sampled(self.executor.score(rows, with_logits=False).best, [None] * len(rows))
+        else:
+            sampled = self._sample_rows(rows, results)
+        at = 0
         for result in results:
             stop = at + result.item.num_draft_tokens + 1
             _verify(result, sampled.token_ids[at:stop], sampled.logprobs[at:stop])
@@ -82,9 +99,6 @@ class ModelRunner:
 
     def _sample_rows(self, rows: list[int], results: list[StepResult]) -> Sampled:
         """A token for every row, -1 for those that are not finite."""
-        # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
-        if all(next(sampler_rows(result.request, 0)).is_plain_greedy for result in results):
-            return Sampled(self.executor.score(rows, with_logits=False).best, [None] * len(rows))
         wanted = [row for r in results for row in sampler_rows(r.request, r.item.num_draft_tokens)]
         whole = Sampled([], [])
         size = self.executor.max_rows or len(rows)
@@ -125,6 +139,16 @@ def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs 
         result.is_finite = last > 0
         last -= 1
     result.token_ids, result.logprobs = tokens[: last + 1], logprobs[: last + 1]
+
+
+def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> list[Draw]:
+    """How each item goes on."""
+    drawn = {
+        result.first_row: Draw(row.seed, row.position, row.params.temperature, row.params.min_p)
+        for result, row in zip(sampling, wanted, strict=True)
+        if not row.params.is_greedy
+    }
+    return [drawn.get(result.first_row, GREEDY) for result in results]
 
 
 def sampler_rows(request: Request, num_draft_tokens: int) -> Iterator[SamplerRow]:

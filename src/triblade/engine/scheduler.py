@@ -66,6 +66,8 @@ class Scheduler:
         max_num_seqs: most requests running.
         max_num_batched_tokens: most tokens in a step.
         enable_prefix_caching: look for, and publish, cached prefixes.
+        num_lookahead_tokens: for so many tokens beyond a step, requests get blocks while plenty are free, so that an executor can
+            begin the next step before the host knows this one.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self.num_preemptions = 0
@@ -108,6 +112,8 @@ class Scheduler:
         budget = self._schedule_running(output, self.max_num_batched_tokens)
         if not output.preempted:
             self._schedule_waiting(output, budget)
+        if self.num_lookahead_tokens:
+            self._look_ahead(output)
         return output
 
     def update(self, item: ScheduledRequest, num_accepted_tokens: int = 0) -> None:
@@ -164,6 +170,15 @@ class Scheduler:
         if needed > 0:
             request.block_table.extend(self.pool.allocate(needed))
         return True
+
+    def _look_ahead(self, output: SchedulerOutput) -> None:
+        """Blocks for the tokens after this step, as long as every running request could still get one of its own."""
+        for item in output.scheduled:
+            table = item.request.block_table
+            end = item.start + item.num_tokens + self.num_lookahead_tokens
+            wanted = self._blocks_for(end) - len(table)
+            if wanted > 0 and item.samples and self.pool.num_free - wanted >= len(self.running):
+                table.extend(self.pool.allocate(wanted))
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
         """Take a running request's blocks; it will be computed again, through the cache where that still has them."""

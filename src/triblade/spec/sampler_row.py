@@ -43,6 +43,13 @@ class SamplerRow:
         return self.params.is_greedy and self.params.logprobs is None and self.is_plain
 
     @property
+    def is_plain_draw(self) -> bool:
+        """Whether the token is drawn from all tokens by temperature and min_p alone, and nothing else is wanted."""
+        params = self.params
+        is_whole = params.top_k <= 0 and params.top_p >= 1.0
+        return is_whole and params.logprobs is None and self.proposal is None and not params.is_greedy and self.is_plain
+
+    @property
     def is_plain(self) -> bool:
         """Whether the logits stay as they are: no bias, no penalty, nothing barred."""
         params = self.params

@@ -21,6 +21,9 @@ TURN_KEYS = 16  # of a warp
 MAX_HEAD_DIM = 256
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
+# From so many heads of sequences on, int8 keys and values are copied ahead into shared memory: half the bytes arrive in
+# half the time only if more of them are on their way. With 16 bits, or fewer heads, it costs more than it gains.
+STAGED_BLOCKS = 128
 
 
 def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
@@ -91,7 +94,7 @@ class _Pool(ctypes.Structure):
 
 
 class _Cache(ctypes.Structure):
-    _fields_ = _Pool._fields_[:-1]
+    _fields_ = (*_Pool._fields_[:-3], _Pool._fields_[-2])
 
 
 class _Rotation(ctypes.Structure):
@@ -167,10 +170,13 @@ class AttentionKernels:
         most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
         splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
         self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
+        is_staged = layer.is_int8 and blocks * count >= STAGED_BLOCKS
         constants = {
             "FLOAT16": self._is_float16,
             "DIM": layer.head_dim,
             "KV8": int(layer.is_int8),
+            "BLOCK": layer.block_size,
+            "STAGED": int(is_staged),
             "SOFTCAP": int(scoring.softcap is not None),
         }
         kernel = self._device.kernel("attention.cu", "attention", constants)
@@ -185,9 +191,11 @@ class AttentionKernels:
         )
         scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
         scratch = (pointer(self._workspace), pointer(self._counters))
-        numbers = (ctypes.c_int(out.tiles), ctypes.c_int(first_row))
-        arguments = (queries, _Cache(*_places(layer)[:-1]), scores, pointer(out.values), *numbers, *scratch)
-        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments)
+        numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
+        places = _places(layer)
+        arguments = (queries, _Cache(*places[:-3], places[-2]), scores, pointer(out.values), *numbers, *scratch)
+        shared_bytes = _shared_bytes(layer) if is_staged else 0
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
     def reserve(self, num_sequences: int, queries: int, layer: PagedLayer, group: int) -> None:
         """Scratch for steps of up to this size, made once, since recorded steps keep its address."""
@@ -210,3 +218,9 @@ def _places(layer: PagedLayer) -> tuple[int, ...]:
     return (
         layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads, int(layer.is_int8)
     )  # fmt: skip
+
+
+def _shared_bytes(layer: PagedLayer) -> int:
+    """What the warps of a block keep on its way: keys and values of some turns, see `kernels/attention.cu`."""
+    stages = 2 if layer.head_dim > 128 else 3
+    return WARPS * stages * 2 * TURN_KEYS * layer.head_dim * (1 if layer.is_int8 else 2)

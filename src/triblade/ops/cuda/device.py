@@ -26,17 +26,33 @@ LEAST_CAPABILITY = (
     9,
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_PARTS = {"linear.cu": ("weights.cuh",), "wide.cu": ("weights.cuh",), "attention.cu": ("keys.cuh",)}
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 class Device(Protocol):
     """Where kernels run."""
 
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether there are matrix instructions of whole warpgroups (`kernels/wide.cu`)."""
+        ...
+
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         """A kernel of a source file with constants compiled in; compiled once."""
         ...
 
-    def launch(self, kernel: Any, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        overlaps: bool = True,
+    ) -> None:
         """Queue a kernel; arguments are ctypes values, in order. One that does not overlap starts when all before it are done."""
         ...
 
@@ -51,8 +67,10 @@ def why_no_compiler() -> str | None:
 
 
 def source_text(name: str) -> str:
-    """A file of `kernels/`."""
-    return (resources.files("triblade.ops.cuda") / "kernels" / name).read_text(encoding="utf-8")
+    """A kernel source of `kernels/` with the files it builds on, but without `device.cuh`."""
+    folder = resources.files("triblade.ops.cuda") / "kernels"
+    parts = ("layout.cuh", *_PARTS.get(name, ()), name)
+    return "".join((folder / part).read_text(encoding="utf-8") for part in parts)
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -79,10 +97,11 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Kernel:
     name: str
     function: ctypes.c_void_p
+    most_shared_bytes: int = 0  # that launches may ask for
 
 
 class CudaDevice:
@@ -103,6 +122,7 @@ class CudaDevice:
         self._driver = ctypes.CDLL("libcuda.so.1")
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
+        self.has_warpgroups = self._capability == (9, 0)
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
         self._codes: dict[_Source, bytes] = {}
         self._kernels: dict[tuple[_Source, str], _Kernel] = {}
@@ -123,17 +143,28 @@ class CudaDevice:
             self._codes.update(zip(keys, pool.map(self._compiled, keys), strict=True))
 
     def launch(
-        self, kernel: _Kernel, grid: Grid, threads: int, arguments: Sequence[Any], *, overlaps: bool = True
+        self,
+        kernel: _Kernel,
+        grid: Grid,
+        threads: int,
+        arguments: Sequence[Any],
+        *,
+        shared_bytes: int = 0,
+        overlaps: bool = True,
     ) -> None:
         """See `Device`."""
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         config = _LaunchConfig(
             grid=grid,
             block=(threads, 1, 1),
+            shared_bytes=shared_bytes,
             stream=torch.cuda.current_stream(self._device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
             num_attributes=int(overlaps),
         )
+        if shared_bytes > kernel.most_shared_bytes:
+            kernel.most_shared_bytes = shared_bytes
+            self._driver.cuFuncSetAttribute(kernel.function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         code = self._driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
         if code:
             raise RuntimeError(f"CUDA kernel {kernel.name} was not launched: error {code}, grid {grid}")
@@ -142,10 +173,11 @@ class CudaDevice:
         """Machine code of a source file."""
         nvrtc = self._nvrtc
         source, constants = key
-        text = "".join(map(source_text, ("device.cuh", "layout.cuh", source)))
+        device = (resources.files("triblade.ops.cuda") / "kernels" / "device.cuh").read_text(encoding="utf-8")
+        text = device + source_text(source)
         program = self._check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []))
         major, minor = self._capability
-        options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+        options = [f"--gpu-architecture=sm_{major}{minor}{'a' if self.has_warpgroups else ''}", "--std=c++17"]
         options += [f"-D{name}={value}" for name, value in constants]
         result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:

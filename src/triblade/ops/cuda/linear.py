@@ -1,17 +1,15 @@
-"""Matrix products with packed weights: few tokens by the streaming kernel, many by spelling the weights out for the library.
+"""Matrix products with packed weights: few tokens by the streaming kernels, many by spelling the weights out for the library.
 
-`tiling` is the one place that says how a product is cut. Results do not depend on timing: sums over warps and blocks are taken in
-a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time, in stream order.
+`layout` says by how many tokens which kernel multiplies, `tilings` how it cuts. Results do not depend on timing: sums over
+warps and blocks are taken in a fixed order. Knows no model. Invariant: a scratch buffer is used by one product at a time,
+in stream order.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 
 import torch
 import torch.nn.functional as F
@@ -20,93 +18,45 @@ from torch import Tensor
 from triblade.ops.backend import Activation
 from triblade.ops.cuda.device import Device, pointer
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
+from triblade.ops.cuda.tilings import TOKEN_TILE, Tiling, WideTiling, partial_numbers, tiling, wide_tiling
 
-TOKEN_TILE = 8  # the narrow side of the matrix instruction
-MOST_TOKENS = 64  # of one launch of the streaming kernel
+MOST_TOKENS = 64  # of one launch of a streaming kernel
 # Up to so many tokens weights are streamed. Beyond, spelling packed weights out once costs less than reading them again, and for
 # dense ones the library is as fast.
-STREAMED_TOKENS = 128
+STREAMED_TOKENS = 256
+STREAMED_TOKENS_NARROW = 128  # without the warpgroups' instruction
 STREAMED_TOKENS_DENSE = 16
-SHARED_BYTES = 48 * 1024
+WIDE_TOKENS = 17  # from so many on, where the device can
 MOST_SETS = 16384  # of rows that share a counter
+ROWS, WIDE = 0, 256  # layouts: row after row; inputs of `kernels/wide.cu`, with a number of token tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Inputs of products. With token tiles, `values` are in the order of `kernels/layout.cuh`, padded to whole slabs."""
+    """Inputs of products. `values` are in the order `layout` of `kernels/layout.cuh`, padded to whole slabs."""
 
     values: Tensor  # [tokens or more, width]
     tokens: int
-    tiles: int
+    layout: int
 
     @classmethod
-    def empty(cls, tokens: int, width: int, tiles: int, dtype: torch.dtype, memory: torch.device) -> Activations:
+    def empty(cls, tokens: int, width: int, layout: int, dtype: torch.dtype, memory: torch.device) -> Activations:
         """Room for `tokens`."""
-        slab = max(1, TOKEN_TILE * tiles)
-        return cls(torch.zeros(-(-tokens // slab) * slab, width, dtype=dtype, device=memory), tokens, tiles)
+        slab = max(1, TOKEN_TILE * (layout & ~WIDE))
+        return cls(torch.zeros(-(-tokens // slab) * slab, width, dtype=dtype, device=memory), tokens, layout)
 
-    def first(self, tokens: int, tiles: int) -> Activations:
+    @property
+    def tiles(self) -> int:
+        """Tiles of 8 tokens that lie together; 0: row after row."""
+        return self.layout & ~WIDE
+
+    def first(self, tokens: int, layout: int) -> Activations:
         """The same memory for fewer tokens."""
-        return Activations(self.values, tokens, tiles)
+        return Activations(self.values, tokens, layout)
 
     def slab(self, number: int) -> int:
         """Address of the inputs of tokens [64 number, 64 (number + 1))."""
         return self.values.data_ptr() + number * MOST_TOKENS * self.values.shape[1] * self.values.element_size()
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is cut; see `kernels/linear.cu`."""
-
-    row_tiles: int  # per warp
-    token_tiles: int
-    warps_along_rows: int
-    warps_along_inputs: int
-    depth: int  # chunks in flight per warp
-    blocks: int  # that should fit a multiprocessor, which bounds registers
-    splits: int  # blocks along inputs
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps_along_rows * self.warps_along_inputs
-
-    @property
-    def block_tiles(self) -> int:
-        return self.row_tiles * self.warps_along_rows
-
-
-@cache
-def _measured(capability: int) -> Mapping[str, tuple[int, ...]]:
-    """Tilings that were the fastest of many on such a device, by `_key`; see `benchmarks/gpu_kernels.py`."""
-    file = resources.files("triblade.ops.cuda") / f"tilings_sm{capability}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def key_of(matrix: DeviceMatrix, columns: int) -> str:
-    """What a measured tiling is for: the matrix and tiles of 8 tokens."""
-    return f"{matrix.bits} bits g{matrix.group} {matrix.rows}x{matrix.inputs} {'gated ' if matrix.is_gated else ''}t{columns}"
-
-
-def tiling(matrix: DeviceMatrix, columns: int, capability: int = 90) -> Tiling:
-    """How to multiply 8 `columns` (1, 2, 4 or 8) tokens with a matrix: as measured for its size, else a rule made from that."""
-    measured = _measured(capability).get(key_of(matrix, columns))
-    if measured is not None:
-        return Tiling(*measured)
-    tiles = -(-matrix.rows // TILE_ROWS)
-    units = matrix.inputs // max(CHUNK, matrix.group)  # what the inputs can be cut into
-    if columns <= 2:
-        warps = _at_most(min(4 if tiles >= 1024 else 8 if tiles >= 256 else 16, units))
-        return Tiling(1, columns, 1, warps, 2, max(1, 24 // warps), 1)
-    along_rows = 2 if tiles >= 512 else 1
-    warps = _at_most(min(4 // along_rows, units))
-    row_tiles = 2 if tiles >= 1024 else 1
-    splits = _at_most(min(2, units // warps)) if tiles < 512 else 1
-    return Tiling(row_tiles, columns, along_rows, warps, 2, 1, splits)
-
-
-def _at_most(number: int) -> int:
-    """The largest power of two up to a number; at least 1."""
-    return 1 << (max(1, number).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +87,7 @@ class _Output(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("columns", ctypes.c_int),
         ("is_float32", ctypes.c_int),
-        ("token_tiles", ctypes.c_int),
+        ("layout", ctypes.c_int),
     )
 
 
@@ -155,7 +105,7 @@ class LinearKernels:
         self._dtype = dtype
         self._memory = memory
         self._partial = torch.empty(0, device=memory)
-        self.streamed_tokens = STREAMED_TOKENS
+        self.streamed_tokens = STREAMED_TOKENS if device.has_warpgroups else STREAMED_TOKENS_NARROW
         self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
 
@@ -165,20 +115,33 @@ class LinearKernels:
         if all(matrix.bits == DENSE_BITS for matrix in matrices):
             self.streamed_tokens = STREAMED_TOKENS_DENSE
         for matrix in matrices:
-            partial = max(partial, *(partial_numbers(matrix, tiling(matrix, columns)) for columns in (1, 2, 4, 8)))
+            partial = max(partial, *(partial_numbers(matrix, cut) for cut in self._cuts(matrix)))
             dense = max(dense, matrix.rows * matrix.inputs if matrix.bits != DENSE_BITS else 0)
         self._partial = torch.empty(partial, dtype=torch.float32, device=self._memory)
         self._dense = torch.empty(dense, dtype=self._dtype, device=self._memory)
 
-    def tiles(self, tokens: int) -> int:
-        """How many tokens' inputs lie together (in tiles of 8) for products of so many: 1, 2, 4 or 8; 0: row after row."""
+    def layout(self, tokens: int) -> int:
+        """How the inputs of products of so many tokens lie; `ROWS` where the library multiplies."""
         if tokens > self.streamed_tokens:
-            return 0
-        return 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
+            return ROWS
+        tiles = 1 << (-(-min(tokens, MOST_TOKENS) // TOKEN_TILE) - 1).bit_length()
+        return tiles | WIDE if self._device.has_warpgroups and tokens >= WIDE_TOKENS else tiles
+
+    def head_layout(self, tokens: int) -> int:
+        """The same for the head, which is dense."""
+        return ROWS if tokens > STREAMED_TOKENS_DENSE else self.layout(tokens)
 
     def inputs(self, tokens: int, width: int) -> Activations:
         """Room for the inputs of a product."""
-        return Activations.empty(tokens, width, self.tiles(tokens), self._dtype, self._memory)
+        return Activations.empty(tokens, width, self.layout(tokens), self._dtype, self._memory)
+
+    def cut(self, matrix: DeviceMatrix, layout: int) -> Tiling | WideTiling:
+        """How a product of inputs that lie so is cut."""
+        return wide_tiling(matrix, layout & ~WIDE) if layout & WIDE else tiling(matrix, layout)
+
+    def _cuts(self, matrix: DeviceMatrix) -> Sequence[Tiling | WideTiling]:
+        many = (4 | WIDE, 8 | WIDE) if self._device.has_warpgroups else (4, 8)
+        return [self.cut(matrix, layout) for layout in (1, 2, *many)]
 
     def multiply(
         self,
@@ -196,21 +159,21 @@ class LinearKernels:
             values = out.values if isinstance(out, Activations) else out
             self._multiply_many(x.values[: x.tokens], matrix, values[: x.tokens], residual, activation)
             return
-        cut = tiling(matrix, x.tiles)
+        cut = self.cut(matrix, x.layout)
         for slab in range(-(-x.tokens // MOST_TOKENS)):
             self.stream(Product(x, matrix, out, residual, activation), cut, slab)
 
-    def stream(self, product: Product, cut: Tiling, slab: int = 0) -> None:
+    def stream(self, product: Product, cut: Tiling | WideTiling, slab: int = 0) -> None:
         """`multiply` with a given tiling, for one slab of up to 64 tokens."""
         x, matrix, out, residual = product.x, product.matrix, product.out, product.residual
-        kernel = self._device.kernel("linear.cu", "linear", self.constants(matrix, cut, product.activation))
+        kernel = self._device.kernel(cut.source, cut.kernel, self.constants(matrix, cut, product.activation))
         sets = -(-matrix.rows // (TILE_ROWS * cut.block_tiles))
         part = slice(slab * MOST_TOKENS, min(x.tokens, (slab + 1) * MOST_TOKENS))
         if isinstance(out, Activations):
-            output = _Output(out.slab(slab), None, out.values.shape[1], 0, out.tiles)
+            output = _Output(out.slab(slab), None, out.values.shape[1], 0, out.layout)
         else:
             beside = None if residual is None else residual[part].data_ptr()
-            output = _Output(out[part].data_ptr(), beside, out.shape[1], out.dtype == torch.float32, 0)
+            output = _Output(out[part].data_ptr(), beside, out.shape[1], out.dtype == torch.float32, ROWS)
         parts = (pointer(t).value for t in (matrix.codes, matrix.scales, matrix.offsets, matrix.tile_bias))
         arguments = (
             _Matrix(*parts, matrix.rows, matrix.inputs),
@@ -238,13 +201,28 @@ class LinearKernels:
     def _multiply_many(
         self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
     ) -> None:
-        product = F.linear(x, self.dequantize(matrix), matrix.bias)
+        weight = self.dequantize(matrix)
         if matrix.is_gated:
-            self.gate(product, out, activation)
-        elif residual is not None:
-            torch.add(product, residual, out=out)
+            self.gate(F.linear(x, weight, matrix.bias), out, activation)
+        elif out.dtype != x.dtype:
+            self._logits(x, weight, matrix.bias, out)
+        elif residual is not None:  # one rounding less than a sum of its own
+            torch.addmm(residual, x, weight.T, out=out)
+            if matrix.bias is not None:
+                out += matrix.bias
+        elif matrix.bias is not None:
+            torch.addmm(matrix.bias, x, weight.T, out=out)
         else:
-            out.copy_(product)
+            torch.mm(x, weight.T, out=out)
+
+    def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """A float32 result, of the sums themselves where the library can."""
+        if out.is_cuda:
+            torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
+        else:
+            out.copy_(F.linear(x, weight))
+        if bias is not None:
+            out += bias
 
     def gate(self, gate_up: Tensor, out: Tensor, activation: Activation) -> None:
         """out [T, I] = act(gate) * up of the halves of [T, 2 I]."""
@@ -254,8 +232,8 @@ class LinearKernels:
         arguments = (pointer(gate_up), pointer(out), ctypes.c_int(width), ctypes.c_int(activation == "gelu_tanh"))
         self._device.launch(kernel, (parts, tokens, 1), 256, arguments)
 
-    def constants(self, matrix: DeviceMatrix, cut: Tiling, activation: Activation) -> dict[str, int]:
-        """What is compiled into `kernels/linear.cu` for such a product."""
+    def constants(self, matrix: DeviceMatrix, cut: Tiling | WideTiling, activation: Activation) -> dict[str, int]:
+        """What is compiled into the kernel of such a product."""
         return {
             "FLOAT16": int(self._dtype == torch.float16),
             "BITS": matrix.bits,
@@ -263,16 +241,5 @@ class LinearKernels:
             "OFFSETS": int(matrix.offsets is not None),
             "GATED": int(matrix.is_gated),
             "GELU": int(activation == "gelu_tanh"),
-            "ROWS": cut.row_tiles,
-            "NT": cut.token_tiles,
-            "WM": cut.warps_along_rows,
-            "WK": cut.warps_along_inputs,
-            "DEPTH": cut.depth,
-            "BLOCKS": cut.blocks,
+            **cut.constants,
         }
-
-
-def partial_numbers(matrix: DeviceMatrix, cut: Tiling) -> int:
-    """Scratch that a product cut so needs, in numbers."""
-    tiles = -(-matrix.rows // TILE_ROWS)
-    return cut.splits * tiles * cut.token_tiles * 32 * 4 if cut.splits > 1 else 0

@@ -16,6 +16,9 @@ from triblade.ops.cuda.linear import Activations
 NORM_THREADS = BEST_THREADS = 256
 MAX_WIDTH = 8192  # of a norm: what a block keeps in registers
 BEST_SPLITS = 32
+DRAW_THREADS = DRAW_TOKENS = 256
+DRAW_SPLITS = 16
+DRAW_COLUMNS = 5  # of a row's settings; see `kernels/draw.cu`
 
 
 def why_not_width(hidden_size: int) -> str | None:
@@ -23,6 +26,10 @@ def why_not_width(hidden_size: int) -> str | None:
     if hidden_size % 8 or hidden_size > MAX_WIDTH:
         return f"hidden size {hidden_size} (CUDA kernels: a multiple of 8 up to {MAX_WIDTH})"
     return None
+
+
+class _Draws(ctypes.Structure):
+    _fields_ = (("columns", ctypes.c_void_p), ("rows", ctypes.c_int))
 
 
 class VectorKernels:
@@ -40,6 +47,12 @@ class VectorKernels:
         self._constants = {"FLOAT16": int(dtype == torch.float16)}
         self._workspace = torch.empty(max_rows * BEST_SPLITS, 2, dtype=torch.int32, device=memory)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=memory)
+        self._sums = torch.empty(0, dtype=torch.int64, device=memory)
+
+    def reserve_draws(self, vocabulary: int) -> None:
+        """Scratch for `draw_token`, made once, since recorded steps keep its address."""
+        blocks = -(-vocabulary // DRAW_TOKENS)
+        self._sums = torch.empty(len(self._counters) * blocks, dtype=torch.int64, device=self._counters.device)
 
     def embed(self, table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
         """out [T, C] = rows `ids` [T] int32 of `table` [V, C], times `scale`.
@@ -54,7 +67,7 @@ class VectorKernels:
 
     def arrange(self, x: Tensor, out: Activations) -> None:
         """out = x [T, C] in the layout of inputs of products."""
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.tiles))
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_int(out.layout))
         self._launch("arrange", (x.shape[0], 1, 1), 128, [pointer(x), pointer(out.values), *numbers])
 
     def rms_norm(
@@ -63,7 +76,7 @@ class VectorKernels:
         """out [T, C] = norm(x) * weight; with `added` (y [T, C], its norm's weight) x += norm(y) * weight comes first, in place."""
         y, y_weight = added or (None, None)
         arguments = [pointer(t) for t in (x, y, y_weight, weight, out.values)]
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.tiles))
+        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.layout))
         self._launch("rms_norm", (x.shape[0], 1, 1), NORM_THREADS, [*arguments, *numbers])
 
     def best_token(self, logits: Tensor, vocabulary: int, softcap: float | None, out: Tensor) -> None:
@@ -73,14 +86,41 @@ class VectorKernels:
         grid = (BEST_SPLITS, logits.shape[0], 1)
         self._launch("best_token", grid, BEST_THREADS, [pointer(logits), *numbers, *scratch])
 
-    def advance(self, best: Tensor, inputs: Tensor, tables: Tensor, num_blocks: Tensor, block_size: int) -> None:
+    def draw_token(self, logits: Tensor, vocabulary: int, draws: Tensor, tokens: Tensor) -> None:
+        """Best tokens [R] of capped logits [R, V] become draws where `draws` [5, R] int32 (`kernels/draw.cu`) has a temperature."""
+        numbers = (ctypes.c_int(logits.shape[1]), ctypes.c_int(vocabulary))
+        settings = _Draws(draws.data_ptr(), draws.shape[1])
+        scratch = [pointer(t) for t in (self._sums, self._counters, tokens)]
+        grid = (DRAW_SPLITS, logits.shape[0], 1)
+        self._launch(
+            "draw_token", grid, DRAW_THREADS, [pointer(logits), *numbers, settings, *scratch], source="draw.cu"
+        )
+
+    def advance(
+        self,
+        best: Tensor,
+        inputs: Tensor,
+        tables: Tensor,
+        num_blocks: Tensor,
+        block_size: int,
+        drawn: Tensor | None = None,
+    ) -> None:
         """inputs [3, R] int32 (ids, positions, slots) of one token per row become the next step's; see `kernels/vectors.cu`."""
         rows = inputs.shape[1]
-        arguments = [pointer(t) for t in (best, *inputs.unbind(0), tables, num_blocks)]
+        arguments = [pointer(t) for t in (best, *inputs.unbind(0), drawn, tables, num_blocks)]
         numbers = (tables.shape[1], block_size, rows)
         grid = (-(-rows // 128), 1, 1)
-        self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)])
+        self._launch("advance", grid, 128, [*arguments, *map(ctypes.c_int, numbers)], overlaps=False)
 
-    def _launch(self, name: str, grid: Grid, threads: int, arguments: list[object], *, overlaps: bool = True) -> None:
-        kernel = self._device.kernel("vectors.cu", name, self._constants)
+    def _launch(
+        self,
+        name: str,
+        grid: Grid,
+        threads: int,
+        arguments: list[object],
+        *,
+        source: str = "vectors.cu",
+        overlaps: bool = True,
+    ) -> None:
+        kernel = self._device.kernel(source, name, self._constants)
         self._device.launch(kernel, grid, threads, arguments, overlaps=overlaps)

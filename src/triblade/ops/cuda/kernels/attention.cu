@@ -1,26 +1,11 @@
 // Attention of a few queries per sequence over the paged cache, split over the context, bound by reading keys and values once.
 //
 // Compile-time: DIM of a head (a multiple of 64, at most 256), KV8 (int8 with float16 scales, otherwise the type of activations),
-// SOFTCAP. All query heads of a key-value head, for all queries of a sequence, are rows of one matrix: row r is query r / group,
-// head r % group. 16 rows make a tile. A block has WARPS warps and a stretch of the keys; each warp takes 16 keys at a time straight
-// into registers in the order of the matrix instruction, without shared memory. Partial results of warps and of blocks are merged
-// in a fixed order (online softmax, Milakov and Gimelshein 2018; split over keys as in FlashDecoding).
-
-#define WARPS 4
-#define KEYS 16                  // per warp and turn
-#define PIECES (DIM / 64)        // of 64 dimensions
-#define STEPS (DIM / 16)
-
-// int8 codes are exact in float16, so that is what the cache's instruction multiplies then.
-constexpr bool F16 = FLOAT16;
-constexpr bool MATH16 = FLOAT16 || KV8;
-
-struct Cache {
-  const u8* pool;   // rows of row_bytes
-  u64 row_bytes;
-  int keys, values, key_scales, value_scales;  // byte offsets of this layer's planes in a row
-  int block_size, heads;                       // key-value heads
-};
+// BLOCK tokens of a cache block, SOFTCAP, STAGED. All query heads of a key-value head, for all queries of a sequence, are rows of one matrix:
+// row r is query r / group, head r % group. 16 rows make a tile. A block has WARPS warps and a stretch of the keys; each warp takes 16
+// keys at a time, a turn, in the order of the matrix instruction. A lane loads what it needs itself, one turn ahead into registers, or
+// (STAGED) STAGES - 1 turns ahead into places of its own in shared memory; no thread waits for another. Partial results of warps and of
+// blocks are merged in a fixed order (online softmax, Milakov and Gimelshein 2018; split over keys as in FlashDecoding).
 
 struct Queries {
   const u16* q;          // [tokens, q_stride]: heads * group vectors first
@@ -38,86 +23,6 @@ struct Partial {
   f32x4 o[16 * DIM / 4];
   float top[16], total[16];
 };
-
-DEVICE u32 word_of(const u32x4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// Four signed bytes as two pairs of float16: biased into the last bits of 1024, from which 1024 + 128 is subtracted.
-DEVICE void half_pairs(u32 bytes, u32& first, u32& second) {
-  const u32 biased = bytes ^ 0x80808080u;
-  first = fma2<true>(permute(biased, 0x64646464u, 0x4140), 0x3c003c00u, 0xe480e480u);
-  second = fma2<true>(permute(biased, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
-}
-
-// Where a token's vector of this head lies: item `token * heads + head` of a plane of its block.
-struct Place {
-  const u8* row;
-  u64 item;
-};
-
-DEVICE Place place_of(const Cache& cache, const int* table, int key, int head) {
-  const int block = table[key / cache.block_size];
-  return Place{cache.pool + block * cache.row_bytes, (u64)(key % cache.block_size) * cache.heads + head};
-}
-
-#if KV8
-#define KEY_LOADS (DIM / 64)  // 16 dimensions of a lane's quarter of 64
-#define VALUE_WORDS 2         // 8 dimensions
-#else
-#define KEY_LOADS (DIM / 32)
-#define VALUE_WORDS 4
-#endif
-
-struct Keys {
-  u32x4 words[2][KEY_LOADS];  // keys g and g + 8
-};
-
-struct Values {
-  u32 words[4][PIECES][VALUE_WORDS];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9; dimensions 8 g to 8 g + 7 of each piece
-#if KV8
-  float key_scales[4], value_scales[4];
-#endif
-};
-
-DEVICE int pair_key(int lane, int i) { return 2 * (lane & 3) + (i & 1) + 8 * (i >> 1); }
-
-DEVICE void load_keys(Keys& k, const Cache& cache, const int* table, int first, int stop, int head) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int key = first + (lane >> 2) + 8 * half;
-    const bool exists = key < stop;
-    const Place place = place_of(cache, table, exists ? key : first, head);
-    const u32x4* vector = reinterpret_cast<const u32x4*>(place.row + cache.keys + place.item * DIM * (KV8 ? 1 : 2));
-#pragma unroll
-    for (int j = 0; j < KEY_LOADS; j++) k.words[half][j] = exists ? vector[j * 4 + (lane & 3)] : u32x4{0, 0, 0, 0};
-  }
-}
-
-DEVICE void load_values(Values& v, const Cache& cache, const int* table, int first, int stop, int head) {
-  const int lane = threadIdx.x & 31, g = lane >> 2;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int key = first + pair_key(lane, i);
-    const bool exists = key < stop;
-    const Place place = place_of(cache, table, exists ? key : first, head);
-    const u8* vector = place.row + cache.values + place.item * DIM * (KV8 ? 1 : 2);
-#pragma unroll
-    for (int piece = 0; piece < PIECES; piece++) {
-#if KV8
-      const u32x2 found = reinterpret_cast<const u32x2*>(vector)[piece * 8 + g];
-      v.words[i][piece][0] = exists ? found.x : 0, v.words[i][piece][1] = exists ? found.y : 0;
-#else
-      const u32x4 found = reinterpret_cast<const u32x4*>(vector)[piece * 8 + g];
-#pragma unroll
-      for (int w = 0; w < 4; w++) v.words[i][piece][w] = exists ? word_of(found, w) : 0;
-#endif
-    }
-#if KV8
-    v.key_scales[i] = exists ? half_value(reinterpret_cast<const u16*>(place.row + cache.key_scales)[place.item]) : 0.0f;
-    v.value_scales[i] = exists ? half_value(reinterpret_cast<const u16*>(place.row + cache.value_scales)[place.item]) : 0.0f;
-#endif
-  }
-}
 
 // Queries as first operand, [16 rows, DIM]: in each lane the dimensions whose keys it loads.
 DEVICE void load_queries(u32 (&q)[STEPS][4], const Queries& in, int sequence, int head, int first_row) {
@@ -193,7 +98,7 @@ struct State {
 
 DEVICE float shrink(float old_top, float new_top) { return old_top == -INFINITY ? 0.0f : exponential2(old_top - new_top); }
 
-DEVICE void attend(State& state, const u32 (&q)[STEPS][4], const Keys& k, const Values& v, const Scores& how, int first_key,
+DEVICE void attend(State& state, const u32 (&q)[STEPS][4], const Keys& k, const Values& v, float scale, const Scores& how, int first_key,
                    const int (&position)[2]) {
   const int lane = threadIdx.x & 31;
   const float log2e = 1.4426950408889634f;
@@ -207,7 +112,7 @@ DEVICE void attend(State& state, const u32 (&q)[STEPS][4], const Keys& k, const 
       const int key = first_key + 8 * half + 2 * (lane & 3) + (i & 1), row = i >> 1;
       float score = s[half][i] * how.scale;
 #if KV8
-      score *= v.key_scales[2 * half + (i & 1)];
+      score *= shuffle(scale, pair_key(lane, 2 * half + (i & 1)));
 #endif
 #if SOFTCAP
       score = how.softcap * tanhf(score / how.softcap);
@@ -237,7 +142,7 @@ DEVICE void attend(State& state, const u32 (&q)[STEPS][4], const Keys& k, const 
         weight[e] = shrink(s[half][2 * row + e], new_top[row]);
         state.total[row] += weight[e];
 #if KV8
-        weight[e] *= v.value_scales[2 * half + e];
+        weight[e] *= shuffle(scale, 16 + pair_key(lane, 2 * half + e));
 #endif
       }
       p[2 * half + row] = pack<MATH16>(weight[0], weight[1]);
@@ -283,11 +188,16 @@ DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, flo
   return o;
 }
 
-// Grid: splits, key-value heads * tiles of rows, sequences. `out` is [tokens, heads * group * DIM] in the layout `token_tiles`, of which these are tokens from `first_token` on; `workspace` holds a Partial per
+// Grid: splits, key-value heads * tiles of rows, sequences. `out` is [tokens, heads * group * DIM] in the layout `layout`, of which these are tokens from `first_token` on; `workspace` holds a Partial per
 // block (of the whole grid), `counters` a zero per (head and tile, sequence).
-KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, int token_tiles, int first_token,
+KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, int layout, int first_token,
                                                   Partial* workspace, u32* counters) {
+#if STAGED
+  DYNAMIC_SHARED(memory);
+  Partial* shared = reinterpret_cast<Partial*>(memory);  // once all keys are done
+#else
   SHARED Partial shared[DIM > 128 ? 2 : WARPS];
+#endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int head = blockIdx.y % cache.heads, first_row = blockIdx.y / cache.heads * 16, sequence = blockIdx.z;
   const int rows = min(16, in.queries * in.group - first_row);
@@ -304,15 +214,38 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   if (split >= splits) return;
   const int begin = turns * split / splits, end = turns * (split + 1) / splits;
 
-  // The first turn's keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
-  const int* table = in.tables + sequence * in.table_stride;
-  const int first = start + (begin + warp) * KEYS;
-  const bool is_early = first + KEYS <= positions[0], has_turn = begin + warp < end;
-  Keys keys;
-  Values values;
-  if (has_turn && is_early) load_keys(keys, cache, table, first, stop, head), load_values(values, cache, table, first, stop, head);
+  // The first turns' keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
+  const Stretch stretch = {cache, in.tables + sequence * in.table_stride, head, stop};
+  const int first_turn = begin + warp;
+  float scale = 0.0f;
+#if STAGED
+  u8* ring = memory + warp * (STAGES * STAGE_BYTES);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    const int turn = first_turn + s * WARPS, first = start + turn * KEYS;
+    if (turn >= end || first + KEYS > positions[0]) break;
+    fetch(ring + s * STAGE_BYTES, stretch, first);
+    if (s == 0) scale = load_scale(stretch, first);
+  }
   wait_for_previous();
-  if (has_turn && !is_early) load_keys(keys, cache, table, first, stop, head), load_values(values, cache, table, first, stop, head);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    const int turn = first_turn + s * WARPS, first = start + turn * KEYS;
+    if (turn < end && first + KEYS > positions[0]) {
+      fetch(ring + s * STAGE_BYTES, stretch, first);
+      if (s == 0) scale = load_scale(stretch, first);
+    }
+    end_copy_group();  // the first one has all early copies
+  }
+#else
+  Keys ahead;
+  Values v;
+  const int earliest = start + first_turn * KEYS;
+  const bool is_early = earliest + KEYS <= positions[0], has_turn = first_turn < end;
+  if (has_turn && is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+  wait_for_previous();
+  if (has_turn && !is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+#endif
 
   u32 q[STEPS][4];
   load_queries(q, in, sequence, head, first_row);
@@ -327,12 +260,31 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
 #pragma unroll
     for (int i = 0; i < 4; i++) state.o[n][i] = 0.0f;
 
-  for (int turn = begin + warp; turn < end; turn += WARPS) {
-    const int first_key = start + turn * KEYS;
-    const Keys now = keys;
-    if (turn + WARPS < end) load_keys(keys, cache, table, first_key + WARPS * KEYS, stop, head);
-    attend(state, q, now, values, how, first_key, position);
-    if (turn + WARPS < end) load_values(values, cache, table, first_key + WARPS * KEYS, stop, head);
+#if STAGED
+  int stage = 0;
+#endif
+  for (int turn = first_turn; turn < end; turn += WARPS) {
+    const int first = start + turn * KEYS, next = first + WARPS * KEYS;
+    const bool goes_on = turn + WARPS < end;
+    const float now = scale;
+    if (goes_on) scale = load_scale(stretch, next);
+#if STAGED
+    const int later = turn + (STAGES - 1) * WARPS;
+    wait_for_copies<STAGES - 2>();
+    Keys k;
+    Values v;
+    take(k, v, ring + stage * STAGE_BYTES);
+    if (later < end) fetch(ring + (stage ? stage - 1 : STAGES - 1) * STAGE_BYTES, stretch, start + later * KEYS);
+    end_copy_group();
+    if (++stage == STAGES) stage = 0;
+#else
+    const Keys k = ahead;
+    if (goes_on) load_keys(ahead, stretch, next);
+#endif
+    attend(state, q, k, v, now, how, first, position);
+#if !STAGED
+    if (goes_on) load_values(v, stretch, next);
+#endif
   }
 #pragma unroll
   for (int row = 0; row < 2; row++) {
@@ -344,6 +296,7 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   const int width = in.group * cache.heads * DIM, at_once = DIM > 128 ? 2 : WARPS;
   Partial* own = workspace + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x * (WARPS / at_once);
   const bool direct = splits == 1 && at_once == WARPS;
+  block_barrier();  // every warp is done with its stages
   for (int round = 0; round < WARPS / at_once; round++) {
     if (warp / at_once == round) write_partial(shared[warp % at_once], state);
     block_barrier();
@@ -367,7 +320,7 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
     const f32x4 o = merged(parts, count, row, i % (DIM / 4), top, total);
     const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
     const int column = (head * in.group + of_group) * DIM + i % (DIM / 4) * 4;
-    u16* to = out + unit_at(first_token + sequence * in.queries + query, column / 8, width / 8, token_tiles) * 8 + column % 8;
-    *reinterpret_cast<u32x2*>(to) = u32x2{pack<F16>(o.x * inverse, o.y * inverse), pack<F16>(o.z * inverse, o.w * inverse)};
+    const u32x2 words = {pack<F16>(o.x * inverse, o.y * inverse), pack<F16>(o.z * inverse, o.w * inverse)};
+    store_half_unit(out, first_token + sequence * in.queries + query, column / 4, width / 4, layout, words);
   }
 }

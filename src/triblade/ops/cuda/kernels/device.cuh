@@ -22,6 +22,7 @@ struct __align__(16) f32x4 {
 #define DEVICE static __device__ __forceinline__
 #define KERNEL extern "C" __global__ void
 #define SHARED __shared__
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]  // as much as the launch says
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -79,6 +80,95 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 NT tokens. They run by themselves: those between `begin_products`
+// and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums are as in `multiply`; the second one is in shared memory: 8 tokens by 8 inputs (128
+// bytes) after another, the two halves of 16 inputs `inputs_apart` bytes and the tiles of tokens `tokens_apart` bytes apart.
+typedef u64 Operand;
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 tokens_apart) {
+  return (u64)(shared_address(shared) >> 4) | (u64)(inputs_apart >> 4) << 16 | (u64)(tokens_apart >> 4) << 32;
+}
+
+#define SUM(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define SUMS4(c) SUM(c[0]), SUM(c[1]), SUM(c[2]), SUM(c[3])
+#define SUMS8(c) SUMS4(c), SUM(c[4]), SUM(c[5]), SUM(c[6]), SUM(c[7])
+
+template <bool F16>
+DEVICE void multiply_wide(float (&c)[4][4], const u32 (&a)[4], Operand b) {
+  if (F16)
+    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, one, 1, 1, 0;}"
+                 : SUMS4(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, one, 1, 1, 0;}"
+                 : SUMS4(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+template <bool F16>
+DEVICE void multiply_wide(float (&c)[8][4], const u32 (&a)[4], Operand b) {
+  if (F16)
+    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, one, 1, 1, 0;}"
+                 : SUMS8(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, one, 1, 1, 0;}"
+                 : SUMS8(c)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Barriers in shared memory that count arrivals and bytes; phases 0, 1, 0, ... end when all that is expected has come.
+DEVICE void init_barrier(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory"); }
+DEVICE void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+DEVICE void wait_for_phase(u64* barrier, u32 phase) {
+  asm volatile(
+      "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
+// Copies that run by themselves. In bulk, by one thread, with a barrier that counts the bytes; or 4, 8 or 16 bytes of each thread for itself
+// (zeros where nothing exists), of which `wait_for_copies<N>` leaves the last N groups on their way.
+DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+template <int BYTES>
+DEVICE void copy_own(void* shared, const void* global, bool exists) {
+  const u32 read = exists ? BYTES : 0;
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(read) : "memory");
+}
+DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
 // (a & MASK) | b in one instruction: the compiler makes two of it when both are constants.
 template <u32 MASK>
 DEVICE u32 and_or(u32 a, u32 b) {
@@ -111,6 +201,11 @@ DEVICE u32 load_once(const u32* p) {
 template <typename N>
 DEVICE N shuffle_xor(N value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+template <typename N>
+DEVICE N shuffle(N value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 
 DEVICE void warp_barrier() { __syncwarp(); }

@@ -26,10 +26,10 @@ DEVICE u32x4 pack8(const float (&x)[8]) {
 #define NORM_THREADS 256
 #define NORM_LOADS 4  // of 8 numbers per thread kept in registers: rows up to 8192
 
-// x [tokens, width]: out = norm(x) * weight, in the layout `token_tiles` (`unit_at`). With `added`: x += norm(added) * added_weight first, which is stored.
+// x [tokens, width]: out = norm(x) * weight, in the layout `layout` (layout.cuh). With `added`: x += norm(added) * added_weight first, which is stored.
 // Grid: tokens.
 KERNEL __launch_bounds__(NORM_THREADS) rms_norm(u32x4* x, const u32x4* added, const f32x4* added_weight, const f32x4* weight, u32x4* out,
-                                                int width, float eps, int token_tiles) {
+                                                int width, float eps, int layout) {
   let_next_start();
   wait_for_previous();
   const int loads = width / 8;
@@ -75,16 +75,16 @@ KERNEL __launch_bounds__(NORM_THREADS) rms_norm(u32x4* x, const u32x4* added, co
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = kept[n][j] * factor * w[j];
-    out[unit_at(blockIdx.x, i, loads, token_tiles)] = pack8(v);
+    store_unit(out, blockIdx.x, i, loads, layout, pack8(v));
   }
 }
 
-// Rows of x [tokens, width] in the layout `token_tiles`. Grid: tokens.
-KERNEL arrange(const u32x4* x, u32x4* out, int width, int token_tiles) {
+// Rows of x [tokens, width] in the layout `layout`. Grid: tokens.
+KERNEL arrange(const u32x4* x, u32x4* out, int width, int layout) {
   let_next_start();
   wait_for_previous();
   for (int i = threadIdx.x; i < width / 8; i += blockDim.x)
-    out[unit_at(blockIdx.x, i, width / 8, token_tiles)] = x[(u64)blockIdx.x * (width / 8) + i];
+    store_unit(out, blockIdx.x, i, width / 8, layout, x[(u64)blockIdx.x * (width / 8) + i]);
 }
 
 // out [tokens, width] = table [ids] * scale. Grid: tokens; an id outside the table (a place that no request takes) gives row 0.
@@ -238,10 +238,11 @@ KERNEL __launch_bounds__(BEST_THREADS) best_token(float* logits, int columns, in
   if (threadIdx.x == 0) best_tokens[row] = best.token;
 }
 
-// The inputs of the next step when every sequence goes on with its best token: `ids`, `positions` and `slots` [rows] of one token each.
+// The inputs of the next step when every sequence goes on with its token: `ids`, `positions` and `slots` [rows] of one token each; with
+// `drawn`, of one more output token.
 // A row whose next place is outside its blocks, or that has no token, is left without a slot. Grid: 1 block, a thread per row.
-KERNEL advance(const int* best_tokens, int* ids, int* positions, int* slots, const int* tables, const int* num_blocks, int table_stride,
-               int block_size, int rows) {
+KERNEL advance(const int* best_tokens, int* ids, int* positions, int* slots, int* drawn, const int* tables, const int* num_blocks,
+               int table_stride, int block_size, int rows) {
   let_next_start();
   wait_for_previous();
   const int row = threadIdx.x + blockIdx.x * blockDim.x;
@@ -251,6 +252,7 @@ KERNEL advance(const int* best_tokens, int* ids, int* positions, int* slots, con
   ids[row] = goes_on ? best_tokens[row] : 0;
   slots[row] = goes_on ? tables[row * table_stride + block] * block_size + position % block_size : -1;
   positions[row] = goes_on ? position : -1;
+  if (drawn) drawn[row]++;
 }
 
 // gate_up [tokens, 2 width], gate then up: out [tokens, width] = activation(gate) * up. Grid: parts of a row, tokens.

@@ -1,0 +1,261 @@
+"""Recorded decode steps: CUDA graphs with fixed places for their inputs, replayed one after the other without the host.
+
+A step of S sequences with Q tokens each goes from token ids to logits and the best tokens; places that no sequence takes
+have negative slots. `begin` writes inputs and replays; `follow`, for one token each, has the device turn the best tokens
+into the next inputs and replays again, while earlier steps still run. A sequence that leaves is taken off its place before
+the next `follow`: what the step under way still writes for it lies behind its end, in blocks that were its own, before
+anything that follows in the stream. Knows no sampling. Invariant: recorded steps only touch memory that lives as long as
+this.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triblade.engine.batch import StepItem
+from triblade.engine.cuda_decoder import CudaDecoder, Group
+from triblade.engine.executor import GREEDY, Draw
+from triblade.ops.cuda.attention import Sequences
+from triblade.ops.cuda.vectors import DRAW_COLUMNS
+
+NO_SLOT = -1
+RESULTS = 2  # steps whose tokens the host has not read: the one that runs and the one behind it
+
+Integers = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Fixed places of a recorded step's inputs: host side (pinned) and device side of one piece of memory."""
+
+    host: Tensor  # int32
+    device: Tensor
+    tokens: Tensor  # device, [3, rows]: ids, positions, slots
+    draws: Tensor  # device, [5, rows]; see `kernels/draw.cu`
+    num_blocks: Tensor  # device, [sequences]
+    tables: Tensor  # device, [sequences, width]
+
+    def on_host(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """The host side of tokens, draws, num_blocks and tables."""
+        parts = (self.tokens, self.draws, self.num_blocks, self.tables)
+        whole: Integers = self.host.numpy()
+        ends = np.cumsum([part.numel() for part in parts])
+        tokens, draws, num_blocks, tables, _ = np.split(whole, ends)
+        return tokens.reshape(3, -1), draws.reshape(DRAW_COLUMNS, -1), num_blocks, tables.reshape(self.tables.shape)
+
+    def send(self) -> None:
+        """Everything, in stream order."""
+        self.device.copy_(self.host, non_blocking=True)
+
+    def send_tables(self) -> None:
+        """What follows the draws. Tables only grow while steps run, so it is no harm if a later state is sent than meant."""
+        first = self.tokens.numel() + self.draws.numel()
+        self.device[first:].copy_(self.host[first:], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step as a graph."""
+
+    graph: Any  # torch.cuda.CUDAGraph
+    inputs: StepInputs
+    queries: int
+    draws: bool  # whether tokens are drawn
+
+
+@dataclass(slots=True)
+class Place:
+    """A sequence in a chain of steps."""
+
+    row: int
+    start: int  # position of its token in the chain's first step
+    table: array[int]  # the request's own, which grows in place
+    num_blocks: int  # of it that the device knows
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was replayed, and perhaps still runs."""
+
+    recorded: Recorded
+    places: dict[Any, Place]  # by request; shared by all steps of a chain
+    number: int  # in the chain
+    slot: int  # of results
+
+
+class RecordedSteps:
+    """Records steps when a size is first needed, and runs them.
+
+    Args:
+        decoder: launches kernels.
+        width: most blocks of a sequence.
+        block_size: tokens of a block.
+        max_rows: most tokens of a step.
+        vocab_size: tokens that may be chosen.
+        logits: [max_rows, V] float32, where a step leaves them.
+    """
+
+    def __init__(
+        self, decoder: CudaDecoder, *, width: int, block_size: int, max_rows: int, vocab_size: int, logits: Tensor
+    ) -> None:
+        self._decoder = decoder
+        self._memory = decoder.memory
+        self._width = width
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._logits = logits
+        self.buffers = decoder.buffers(max_rows)
+        self._best = torch.empty(max_rows, dtype=torch.int32, device=self._memory)
+        self._is_cuda = self._memory.type == "cuda"
+        self._results = [self._pinned(max_rows) for _ in range(RESULTS)]
+        self._done = [torch.cuda.Event() for _ in range(RESULTS)] if self._is_cuda else []
+        self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._numbers = count()
+        self._recorded: dict[tuple[int, int, bool], Recorded] = {}
+
+    @property
+    def recorded(self) -> dict[tuple[int, int, bool], Recorded]:
+        """Steps by sequences, tokens of each, and whether tokens are drawn."""
+        return self._recorded
+
+    def begin(self, items: Sequence[StepItem], size: int, draws: Sequence[Draw] | None = None) -> Flight:
+        """Run a step of items with equally many tokens each, in places for `size` sequences."""
+        queries = items[0].num_tokens
+        key = (size, queries, draws is not None)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(*key)
+        recorded = self._recorded[key]
+        self._wait_for_all()  # the host's side of the inputs may still be on its way
+        self._fill(recorded.inputs, items, queries)
+        if draws is not None:
+            write_draws(recorded.inputs.on_host()[1][:, queries - 1 :: queries], draws)
+        recorded.inputs.send()
+        places = {
+            item.request: Place(row, item.start, item.request.block_table, len(item.request.block_table))
+            for row, item in enumerate(items)
+        }
+        return self._replay(recorded, places, 0)
+
+    def follow(self, flight: Flight) -> Flight | None:
+        """Run the step after `flight`, the last one so far, for its sequences; None where one has no room for another token."""
+        inputs, grew = flight.recorded.inputs, False
+        _, _, num_blocks, tables = inputs.on_host()
+        for place in flight.places.values():
+            known = min(len(place.table), self._width)
+            if place.start + flight.number + 1 >= known * self._block_size:
+                return None
+            if known != place.num_blocks:
+                tables[place.row, place.num_blocks : known] = place.table[place.num_blocks : known]
+                num_blocks[place.row] = place.num_blocks = known
+                grew = True
+        if grew:
+            inputs.send_tables()
+        best = self._best[: inputs.tokens.shape[1]]
+        drawn = inputs.draws[2] if flight.recorded.draws else None
+        self._decoder.advance(best, inputs.tokens, inputs.tables, inputs.num_blocks, drawn)
+        return self._replay(flight.recorded, flight.places, flight.number + 1)
+
+    def leave(self, flight: Flight, requests: Sequence[Any]) -> None:
+        """Take sequences off their places; `flight` is the last step so far."""
+        for request in requests:
+            row = flight.places.pop(request).row
+            flight.recorded.inputs.tokens[1:, row].fill_(NO_SLOT)
+
+    def best(self, flight: Flight) -> list[int]:
+        """The best token of every row of a step; waits for it."""
+        if self._is_cuda:
+            self._done[flight.slot].synchronize()
+        rows = flight.recorded.inputs.tokens.shape[1]
+        tokens: list[int] = self._results[flight.slot][:rows].tolist()
+        return tokens
+
+    def _replay(self, recorded: Recorded, places: dict[Any, Place], number: int) -> Flight:
+        slot, rows = next(self._numbers) % RESULTS, recorded.inputs.tokens.shape[1]
+        recorded.graph.replay()
+        self._results[slot][:rows].copy_(self._best[:rows], non_blocking=True)
+        if self._is_cuda:
+            self._done[slot].record()
+        return Flight(recorded, places, number, slot)
+
+    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
+        """Record a step. It is launched once first, with nobody in it, so that every kernel is compiled and loaded."""
+        inputs = self._inputs(size, queries)
+        inputs.tokens[1:].fill_(NO_SLOT)
+        self._decoder.reserve(size, queries)
+        self._run(inputs, queries, draws)
+        torch.cuda.synchronize(self._memory)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._run(inputs, queries, draws)
+        return Recorded(graph, inputs, queries, draws)
+
+    def _run(self, inputs: StepInputs, queries: int, draws: bool) -> None:
+        ids, positions, slots = inputs.tokens.unbind(0)
+        rows = len(ids)
+        sequences = Sequences(positions=positions, slots=slots, tables=inputs.tables, queries=queries)
+        buffers = self._decoder.part_of(self.buffers, rows)
+        self._decoder.forward(ids, sequences, [Group(sequences, 0, 0)], buffers, buffers.hidden)
+        self._decoder.logits(buffers.hidden, self._logits[:rows])
+        settings = inputs.draws if draws else None
+        self._decoder.choose(self._logits[:rows], self._vocab_size, self._best[:rows], settings)
+
+    def _inputs(self, size: int, queries: int) -> StepInputs:
+        rows = size * queries
+        places = [3 * rows, DRAW_COLUMNS * rows, size, size * self._width]
+        host = self._pinned(sum(places))
+        device = torch.zeros(sum(places), dtype=torch.int32, device=self._memory)
+        tokens, draws, num_blocks, tables = device.split(places)
+        return StepInputs(
+            host, device, tokens.view(3, rows), draws.view(DRAW_COLUMNS, rows), num_blocks, tables.view(size, -1)
+        )
+
+    def _fill(self, inputs: StepInputs, items: Sequence[StepItem], queries: int) -> None:
+        """Write a step's inputs on the host side."""
+        tokens, draws, num_blocks, tables = inputs.on_host()
+        draws.fill(0)
+        tokens[0].fill(0)
+        tokens[1:].fill(NO_SLOT)
+        for number, item in enumerate(items):
+            table = blocks_of(item)[: self._width]
+            tables[number, : len(table)] = table
+            num_blocks[number] = len(table)
+            part = slice(number * queries, (number + 1) * queries)
+            positions = np.arange(item.start, item.start + queries, dtype=np.int32)
+            tokens[0, part], tokens[1, part] = item.token_ids, positions
+            tokens[2, part] = slots_of(table, positions, self._block_size)
+
+    def _wait_for_all(self) -> None:
+        if self._is_cuda:
+            torch.cuda.current_stream(self._memory).synchronize()
+
+    def _pinned(self, length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.int32, pin_memory=self._is_cuda)
+
+
+def write_draws(columns: Integers, draws: Sequence[Draw]) -> None:
+    """Settings of rows as columns [5, R] of `kernels/draw.cu`; further columns stay as they are."""
+    for number, draw in enumerate(draws):
+        if draw is not GREEDY:
+            seed = np.array([draw.seed], dtype=np.uint64).view(np.int32)
+            settings = np.array([draw.temperature, draw.min_p], dtype=np.float32).view(np.int32)
+            columns[:, number] = (*seed, draw.position, *settings)
+
+
+def blocks_of(item: StepItem) -> Integers:
+    """The blocks of an item's sequence; a view, while which lives the table cannot grow."""
+    return np.frombuffer(item.request.block_table, dtype=np.int32)
+
+
+def slots_of(table: Integers, positions: Integers, block_size: int) -> Integers:
+    """Slots [T] of positions [T] in a sequence's blocks."""
+    slots: Integers = table[positions // block_size] * block_size + positions % block_size
+    return slots

@@ -1,0 +1,109 @@
+"""Whole tiny models on the GPU: against float32, the same tokens in every way of running them, and no memory that grows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from cuda_models import cuda_tiny
+from gpu_support import gpu_executor, gpu_reference
+from native_models import all_logits, sequence
+from tiny import prompt
+
+from triblade.engine.cuda import CudaExecutor
+from triblade.engine.executor import StepExecutor
+from triblade.engine.request import Request
+from triblade.engine.scheduler import ScheduledRequest
+
+pytestmark = pytest.mark.gpu
+IDS = prompt(60)
+LENGTHS = (3, 17, 40, 9, 64, 30, 12, 5, 22, 41, 8, 19, 33, 27, 6, 11, 13, 50, 21, 4)
+
+
+def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "qwen2-window", "qwen3", "gemma2", "gemma3", "phi3-partial"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_every_family(family: str, codec: str) -> None:
+    """No further from float32 than the reference in bfloat16 by much, in one chunk and in several."""
+    model = cuda_tiny(family)
+    expected = all_logits(gpu_reference(model, torch.float32), IDS)
+    rounded = error(all_logits(gpu_reference(model, torch.bfloat16), IDS), expected)
+    for chunk in (None, 11):
+        ours = error(all_logits(gpu_executor(model, codec), IDS, chunk), expected)
+        assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
+
+
+def begun(executor: StepExecutor, count: int) -> list[Request]:
+    """Requests of which everything but the last token is computed."""
+    requests = [sequence(n, prompt(length, seed=n)) for n, length in enumerate(LENGTHS[:count])]
+    for number, request in enumerate(requests):
+        request.block_table = type(request.block_table)("i", range(number * 20, (number + 1) * 20))
+        executor.forward([ScheduledRequest.next(request, request.num_tokens - 1)])
+        request.num_computed_tokens = request.num_tokens - 1
+    return requests
+
+
+def greedy(executor: StepExecutor, requests: Sequence[Request], steps: int) -> None:
+    for _ in range(steps):
+        executor.forward([ScheduledRequest.next(r, 1) for r in requests])
+        best = executor.score(range(len(requests)), with_logits=False).best
+        for request, token in zip(requests, best, strict=True):
+            request.num_computed_tokens += 1
+            request.append(token)
+
+
+def outputs(executor: Any, count: int) -> list[list[int]]:
+    """40 tokens of each; every fifth step one request leaves."""
+    requests = begun(executor, count)
+    left = list(requests)
+    for _ in range(8):
+        greedy(executor, left, 5)
+        left = left[1:] if len(left) > 1 else left
+    return [request.output_token_ids for request in requests]
+
+
+def agrees(judge: StepExecutor, ours: list[int], theirs: list[int], ids: list[int]) -> bool:
+    """Equal up to the first near tie: where they part, `judge` prefers neither by more than a few roundings."""
+    for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            logits = all_logits(judge, [*ids, *ours[:position]])[-1]
+            return abs(float(logits[a] - logits[b])) < 0.05 * float(logits.std())
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("scheme", [None, "int4"])
+def test_recorded_launched_and_reference_agree(count: int, scheme: str | None) -> None:
+    model = cuda_tiny("qwen2", hidden_size=256, intermediate_size=512, max_position_embeddings=320)
+    recorded, launched = gpu_executor(model, scheme=scheme), gpu_executor(model, scheme=scheme)
+    launched._records = False
+    ours, theirs = outputs(recorded, count), outputs(launched, count)
+    prompts = [prompt(length, seed=n) for n, length in enumerate(LENGTHS[:count])]
+    assert all(len(tokens) >= 5 for tokens in ours)
+    judge = gpu_reference(model, torch.float32) if scheme is None else gpu_executor(model, scheme=scheme)
+    others = [theirs] if scheme else [theirs, outputs(gpu_reference(model, torch.bfloat16), count)]
+    for other in others:
+        assert all(agrees(judge, a, b, ids) for a, b, ids in zip(ours, other, prompts, strict=True))
+
+
+def test_ten_thousand_steps_keep_no_memory() -> None:
+    """Of the device and of Python, in steps of changing sizes."""
+    model = cuda_tiny("qwen2", num_hidden_layers=1, max_position_embeddings=320)
+    executor = gpu_executor(model)
+    before = 0
+    for turn in range(42):
+        requests = begun(executor, 1 + turn % 3 * 9)
+        greedy(executor, requests, 240)
+        if turn == 2:  # every size was recorded
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+    assert isinstance(executor, CudaExecutor)
