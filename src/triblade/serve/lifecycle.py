@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         self._state.drain()
         loop, seconds = asyncio.get_running_loop(), self._state.config.drain_timeout_s
         if self._state.num_in_flight:
-            logger.info("draining: %d requests have %g s to finish", self._state.num_in_flight, seconds)
+            logger.info("draining: %g s to finish, requests in flight: %d", seconds, self._state.num_in_flight)
         loop.call_later(seconds, self._state.stop_all, DrainingError("the server is shutting down"))
         loop.call_later(seconds + ABORT_GRACE_S, self._cut)
         await super().shutdown(sockets)
