@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -176,10 +176,10 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: object, *arguments: object) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
     """Call in the loop's thread, unless the loop is over."""
     try:
-        loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]
+        loop.call_soon_threadsafe(call, *arguments)
     except RuntimeError:
         logger.debug("the server ended before the model was loaded")
 
