@@ -320,7 +320,7 @@ def _what_is_wrong(error: CycloptsError, arguments: Sequence[str]) -> tuple[str,
     """Message and hint about options that cannot be read."""
     command, hint = arguments[0], _where_to_look(arguments)
     if isinstance(error, UnusedCliTokensError):
-        return f"unexpected argument: {error.unused_tokens[0]}", hint
+        return f"unexpected argument: {' '.join(error.unused_tokens or ())}", hint
     if isinstance(error, MissingArgumentError) and error.keyword is None and error.argument is not None:
         if error.argument.name == MODEL_OPTIONS.get(command):
             return "missing: the model", f"it comes first: triblade {command} MODEL; {hint}"
