@@ -56,7 +56,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": INT8,
     "W2g32asym": {"bits": 2, "group_size": 32},
 }
-BUDGETS = (4.5, 4.625)  # bits; the second is what W4 g32 asym takes
+BUDGETS = (4.5, 4.625)  # bits: what W4 g32 takes without and with zero points
 OTHER = "other text"  # calibrated on the other kind
 
 
@@ -77,8 +77,10 @@ def rows() -> Iterator[Row]:
             both = method == "best" and scheme in ("W4g64asym", "W3g64asym")
             yield Row(f"{scheme}/{method}", {**options, "quantization": method}, both=both)
     yield Row("W4g64asym/balance+gptq+refine", {**SCHEMES["W4g64asym"], "quantization": "balance+gptq+refine"})
-    yield Row("W8A8/int8", {"quantization": "int8"})
-    yield Row("W4g32asym/best", {"bits": 4, "group_size": 32, "quantization": "best"})
+    for method in ("smooth", "smooth+gptq", "smooth+correct+gptq+refine", "balance+correct+gptq+refine"):
+        yield Row(f"W8A8/{method}", {**INT8, "quantization": method})
+    for symmetric, name in ((False, "W4g32asym"), (True, "W4g32sym")):
+        yield Row(f"{name}/best", {"bits": 4, "group_size": 32, "symmetric": symmetric, "quantization": "best"})
     for budget in BUDGETS:
         yield Row(f"mixed{budget}/best", {"group_size": 64, "average_bits": budget, "quantization": "best"})
     for scheme in ("W4g64asym", "W3g64asym"):

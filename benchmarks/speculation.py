@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speculative decoding against plain decoding of the same weights, interleaved in one run.
 
-    python benchmarks/speculation.py [--model smollm2-135m] [--drafters suffix draft:MODEL eagle:FOLDER] [--policy adaptive]
+    python benchmarks/speculation.py [--model smollm2-135m] [--drafters suffix draft:MODEL eagle:FOLDER eagle@3] [--policy adaptive]
         [--workloads chat edit] [--batches 1 4 16] [--prompts 16] [--rounds 3] [--output FILE.json]
 
 Two workloads of this project (`prompts/`): 80 open questions and 40 tasks whose answers repeat much of the input. The plain engine
@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="folder, GGUF file or alias")
     parser.add_argument("--quantization", help="int4 or int8, for weights that are not quantized yet")
-    parser.add_argument("--drafters", nargs="+", default=["suffix"], help="NAME or NAME:MODEL")
+    parser.add_argument("--drafters", nargs="+", default=["suffix"], help="NAME[:MODEL][@FIXED LENGTH]")
     parser.add_argument("--policy", choices=["adaptive", "fixed"], default="adaptive")
     parser.add_argument("--length", type=int, default=8, help="most tokens drafted for a request and step")
     parser.add_argument("--workloads", nargs="+", default=["chat", "edit"], help="files of benchmarks/prompts")
@@ -130,13 +130,14 @@ def arguments() -> argparse.Namespace:
 
 def engine(args: argparse.Namespace, drafter: str | None) -> LLM:
     """An engine with a drafter, or a plain one. No prefix cache: every round computes its prompts."""
-    name, _, model = (drafter or "").partition(":")
+    stated, _, fixed = (drafter or "").partition("@")
+    name, _, model = stated.partition(":")
     options: dict[str, Any] = {"drafter": name or None, "draft_model": model or None}
     return LLM(
         args.model,
         quantization=args.quantization,
-        num_speculative_tokens=args.length,
-        draft_policy=args.policy,
+        num_speculative_tokens=int(fixed or args.length),
+        draft_policy="fixed" if fixed else args.policy,
         max_model_len=2048,
         max_num_seqs=max(args.batches),
         threads=args.threads,

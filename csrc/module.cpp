@@ -1,5 +1,6 @@
 // The Python module triblade._native: addresses in, nothing owned but the program's own buffers, the GIL released while it runs.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/string.h>
@@ -8,11 +9,14 @@
 #include <malloc.h>
 #endif
 
+#include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 
 #include "kernel_bindings.h"
 #include "program.h"
+#include "state_memory.h"
 #include "suffix_bindings.h"
 
 namespace nb = nanobind;
@@ -38,6 +42,28 @@ Matrix make_matrix(int format, int rows, int inputs, int group, uintptr_t weight
   matrix.offsets = address<uint16_t>(offsets);
   matrix.bias = address<float>(bias);
   return matrix;
+}
+
+// Guesses of each sequence (those that want most come first), up to the first that is not finite.
+std::vector<std::vector<int32_t>> draft(Program& program, StateMemory& memory, const std::vector<int64_t>& requests,
+                                        const std::vector<std::vector<int32_t>>& token_ids, const std::vector<int32_t>& starts,
+                                        const std::vector<uintptr_t>& tables, const std::vector<int32_t>& lengths, uintptr_t tokens) {
+  nb::gil_scoped_release release;
+  const int count = static_cast<int>(requests.size()), width = std::max(1, lengths.at(0));
+  std::vector<int32_t> ids, first_rows{0}, ends, out(static_cast<size_t>(count) * width);
+  for (int s = 0; s < count; s++) {
+    ids.insert(ids.end(), token_ids.at(s).begin(), token_ids.at(s).end());
+    first_rows.push_back(static_cast<int32_t>(ids.size()));
+    ends.push_back(starts.at(s) + static_cast<int32_t>(token_ids[s].size()));
+  }
+  const Sequences sequences{count, first_rows.data(), ends.data(), address<const int32_t*>(reinterpret_cast<uintptr_t>(tables.data()))};
+  program.draft(ids.data(), memory, requests.data(), sequences, lengths.data(), address<int32_t>(tokens), width, out.data());
+  std::vector<std::vector<int32_t>> guesses;
+  for (int s = 0; s < count; s++) {
+    const auto begin = out.begin() + s * width;
+    guesses.emplace_back(begin, std::find(begin, begin + lengths.at(s), -1));
+  }
+  return guesses;
 }
 
 void release_memory() {
@@ -93,6 +119,18 @@ NB_MODULE(_native, m) {
            nb::kw_only(), "threads"_a, "spin_us"_a, "cores"_a)
       .def_prop_ro("size", &Team::size);
 
+  nb::class_<StateMemory>(m, "StateMemory")
+      .def(nb::init<int, int64_t>(), nb::kw_only(), "width"_a, "window"_a)
+      .def("extend", [](StateMemory& self, int64_t request, int64_t start, int64_t count, uintptr_t states) {
+        std::copy_n(address<float>(states), count * self.width(), self.extend(request, start, count));
+      }, "request"_a, "start"_a, "count"_a, "states"_a)
+      .def("first", &StateMemory::first, "request"_a)
+      .def("take", [](StateMemory& self, int64_t request, int64_t start, int64_t count, uintptr_t out) {
+        self.take(request, start, count, reinterpret_cast<float*>(out));
+      }, "request"_a, "start"_a, "count"_a, "out"_a)
+      .def("forget", &StateMemory::forget, "request"_a)
+      .def_prop_ro("num_requests", &StateMemory::num_requests);
+
   nb::class_<Program>(m, "Program")
       .def("__init__",
            [](Program* self, const std::string& isa, std::shared_ptr<Team> team, int max_tokens, int max_rows, int hidden, int intermediate,
@@ -104,7 +142,9 @@ NB_MODULE(_native, m) {
            },
            nb::kw_only(), "isa"_a, "team"_a, "max_tokens"_a, "max_rows"_a, "hidden"_a, "intermediate"_a, "vocabulary"_a, "max_inputs"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "softcap"_a)
       .def("embed", &Program::embed)
-      .def("fuse", &Program::fuse)
+      .def("fuse", [](Program& p, const Matrix& matrix, uintptr_t norms, int inner, float eps) { p.fuse(matrix, address<float>(norms), inner, eps); })
+      .def("end_layer", &Program::end_layer)
+      .def("keep", &Program::keep)
       .def("norm", [](Program& p, uintptr_t weight, float eps, const Matrix& next) { p.norm(address<float>(weight), eps, next); })
       .def("qkv", &Program::qkv)
       .def("attention",
@@ -131,21 +171,17 @@ NB_MODULE(_native, m) {
              p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
            },
            "rows"_a, "count"_a, "out"_a, "best"_a)
-      .def("states",
-           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
-             nb::gil_scoped_release release;
-             p.states(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
+      .def("draft", draft, "memory"_a, "requests"_a, "token_ids"_a, "starts"_a, "tables"_a, "lengths"_a, "tokens"_a)
+      .def("remember",
+           [](Program& p, StateMemory& memory, const std::vector<std::array<int64_t, 4>>& computed) {
+             std::vector<int64_t> firsts;
+             for (const auto& [request, first_row, start, stop] : computed) {
+               p.remember(memory, {request, first_row, start, stop});
+               firsts.push_back(memory.first(request));
+             }
+             return firsts;
            },
-           "rows"_a, "count"_a, "out"_a)
-      .def("draft",
-           [](Program& p, uintptr_t ids, uintptr_t states, int sequences, uintptr_t first_row, uintptr_t length, uintptr_t tables,
-              uintptr_t lengths, uintptr_t tokens, int width, uintptr_t out) {
-             const Sequences view{sequences, address<int32_t>(first_row), address<int32_t>(length), address<const int32_t*>(tables)};
-             nb::gil_scoped_release release;
-             p.draft(address<int32_t>(ids), address<float>(states), view, address<int32_t>(lengths), address<int32_t>(tokens), width,
-                     reinterpret_cast<int32_t*>(out));
-           },
-           "ids"_a, "states"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a, "lengths"_a, "tokens"_a, "width"_a, "out"_a)
+           "memory"_a, "computed"_a)
       .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
       .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
 

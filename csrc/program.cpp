@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -61,7 +62,6 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Team> team, const Progr
   place(&projected_, tokens * shape.hidden);
   place(&partial_, kMaxSplitPieces * heads);
   place(&states_, 2 * kMaxSplitPieces * attention.heads);
-  place(&fused_, shape.max_inputs >= 2 * shape.hidden ? tokens * 2 * shape.hidden : 0);
   place(&own_states_, rows * shape.hidden);
   place(&positions_, tokens);
   place(&slots_, tokens);
@@ -83,17 +83,43 @@ void Program::embed(const Matrix& table, float scale) {
   calls_.push_back([=, this](int member) { kernels_.embed(table, ids_, scale, shape_.hidden, tokens(member), x_); });
 }
 
-void Program::fuse(const Matrix& matrix) {
-  const int hidden = shape_.hidden;
+void Program::fuse(const Matrix& matrix, const float* norms, int inner, float eps) {
+  const int64_t hidden = shape_.hidden, width = (2 + inner) * hidden;
+  fused_ = std::make_unique<Arena>(shape_.max_tokens * (width + (1 + inner) * hidden) * static_cast<int64_t>(sizeof(float)));
+  float* fused = reinterpret_cast<float*>(fused_->data());
+  given_ = fused + shape_.max_tokens * width;
   calls_.push_back([=, this](int member) {
     const Share mine = tokens(member);
+    const int known = before_is_own_ ? 0 : inner;
     for (int64_t t = mine.begin; t < mine.end; t++) {
-      std::copy_n(x_ + t * hidden, hidden, fused_ + 2 * t * hidden);
-      std::copy_n(before_ + t * hidden, hidden, fused_ + (2 * t + 1) * hidden);
+      const float* before = before_ + t * (1 + known) * hidden;
+      float* row = fused + t * width;
+      std::copy_n(x_ + t * hidden, hidden, row);
+      std::copy_n(before, hidden, row + hidden);
+      std::fill_n(row + 2 * hidden, inner * hidden, 0.0f);
+      for (int n = 0; n < known; n++) {
+        kernels_.norm_add(before + (1 + n) * hidden, norms + n * hidden, eps, hidden, {0, 1}, row + (2 + n) * hidden);
+      }
     }
-    kernels_.quantize(fused_, 2 * hidden, matrix, mine, activations_);
+    kernels_.quantize(fused, width, matrix, mine, activations_);
   });
   record_linear(matrix, Epilogue::kStore, x_, hidden);
+}
+
+void Program::keep(const std::vector<int>& layers) {
+  const int64_t hidden = shape_.hidden, size = shape_.max_tokens * hidden;
+  kept_ = std::make_unique<Arena>(layers.size() * size * sizeof(float));
+  float* to = reinterpret_cast<float*>(kept_->data());
+  for (int layer : layers) {  // written down by the next layer's first call, before which and in which nobody changes x
+    Call& next = calls_[ends_.at(layer)];
+    next = [=, this, then = next](int member) {
+      const Share mine = tokens(member);
+      std::copy_n(x_ + mine.begin * hidden, (mine.end - mine.begin) * hidden, to + mine.begin * hidden);
+      then(member);
+    };
+    to += size;
+  }
+  kept_layers_ = static_cast<int>(layers.size());
 }
 
 void Program::norm(const float* weight, float eps, const Matrix& next) {
@@ -207,15 +233,33 @@ void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
 
 void Program::states(const int32_t* rows, int count, float* out) {
   const int64_t hidden = shape_.hidden;
-  std::fill_n(out, count * hidden, 0.0f);
-  for (int r = 0; r < count; r++) kernels_.norm_add(x_ + rows[r] * hidden, norm_weight_, norm_eps_, shape_.hidden, {0, 1}, out + r * hidden);
+  const float* kept = kept_layers_ ? reinterpret_cast<const float*>(kept_->data()) : nullptr;
+  for (int r = 0; r < count; r++, out += (1 + kept_layers_) * hidden) {
+    std::fill_n(out, hidden, 0.0f);
+    kernels_.norm_add(x_ + rows[r] * hidden, norm_weight_, norm_eps_, shape_.hidden, {0, 1}, out);
+    for (int n = 0; n < kept_layers_; n++) {
+      std::copy_n(kept + (static_cast<int64_t>(n) * shape_.max_tokens + rows[r]) * hidden, hidden, out + (1 + n) * hidden);
+    }
+  }
 }
 
-void Program::draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens,
-                    int width, int32_t* out) {
+void Program::remember(StateMemory& memory, const Computed& computed) {
+  own_rows_.resize(computed.stop - computed.start);
+  std::iota(own_rows_.begin(), own_rows_.end(), static_cast<int32_t>(computed.first_row));
+  const int count = static_cast<int>(own_rows_.size());
+  states(own_rows_.data(), count, memory.extend(computed.request, computed.start, count));
+}
+
+void Program::draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
+                    const int32_t* tokens, int width, int32_t* out) {
   std::vector<int32_t> rows, next, first_row, length(sequences.length, sequences.length + sequences.count), best(sequences.count);
-  for (int s = 0; s < sequences.count; s++) rows.push_back(sequences.first_row[s + 1] - 1);
-  before_ = states;
+  for (int s = 0; s < sequences.count; s++) {
+    const int first = sequences.first_row[s], end = sequences.first_row[s + 1];
+    memory.take(requests[s], sequences.length[s] - (end - first) - 1, end - first, given_ + int64_t{first} * memory.width());
+    rows.push_back(end - 1);
+  }
+  before_ = given_;
+  before_is_own_ = false;
   run(ids, sequences);
   for (int guess = 0;; guess++) {
     int count = 0;
@@ -234,6 +278,7 @@ void Program::draft(const int32_t* ids, const float* states, const Sequences& se
     for (int s = 0; s < count; s++) first_row.push_back(s), rows.push_back(s), length[s]++;
     first_row.push_back(count);
     before_ = own_states_;
+    before_is_own_ = true;
     run(next.data(), {count, first_row.data(), length.data(), sequences.tables});
   }
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "state_memory.h"
 #include "team.h"
 
 namespace triblade {
@@ -54,29 +55,40 @@ class Program {
 
   // Recording, in the order of execution.
   void embed(const Matrix& table, float scale);
-  void fuse(const Matrix& matrix);  // x = matrix [x; states of the token before]; see `draft`
+  // x = matrix [x; final state of the token before; its inner states, each normed by one row of norms [inner, hidden]]; see `draft`.
+  void fuse(const Matrix& matrix, const float* norms, int inner, float eps);
   void norm(const float* weight, float eps, const Matrix& next);                  // x -> inputs of `next`
   void qkv(const Matrix& matrix);                                                 // inputs -> q, k, v
   void attention(const LayerCache& cache, int window, const RopeTable& rope, const float* qk_norm, float eps, const Matrix& next);
   void project(const Matrix& matrix, const float* post_norm, float eps);          // x += inputs W^T, normed first if asked
   void gate_up(const Matrix& matrix, Epilogue activation, const Matrix& next);    // inputs -> act(gate) * up -> inputs of `next`
+  void end_layer() { ends_.push_back(calls_.size()); }
   void head(const float* weight, float eps, const Matrix& matrix, float softcap);
+
+  // What some layers leave behind them is kept for `states`. To be called when everything is recorded; not for the last layer.
+  void keep(const std::vector<int>& layers);
 
   // Replay: hidden states of a step, kept until the next one; then of any of its rows the token with the largest logit, or -1 if one
   // is not finite. The logits themselves [R, rows of the head] are kept where `out` is given, at most max_rows at a time.
   void run(const int32_t* ids, const Sequences& sequences);
   void score(const int32_t* rows, int count, float* out, int32_t* best);
 
-  // States [R, hidden] of rows of the last run, normed as the head sees them.
+  // States [R, (1 + kept) hidden] of rows of the last run: normed as the head sees them, then those of the layers that are kept.
   void states(const int32_t* rows, int count, float* out);
 
-  // A head that guesses from states: run the sequences' tokens, of which states [T, hidden] belong to the tokens before them; then
+  // Keep the states of the last run that stand in rows from first_row on, of tokens [start, stop) of a request.
+  struct Computed {
+    int64_t request, first_row, start, stop;
+  };
+  void remember(StateMemory& memory, const Computed& computed);
+
+  // A head that guesses from states: run the sequences' tokens, taking the states of the tokens before them out of the memory; then
   // sequence s guesses lengths[s] tokens (descending over s), each from its own state and the token it guessed before. Guesses are
   // `tokens` [rows of the head] of the best rows: out [S, width], -1 from where a state is not finite. Blocks for their keys exist.
-  void draft(const int32_t* ids, const float* states, const Sequences& sequences, const int32_t* lengths, const int32_t* tokens, int width,
-             int32_t* out);
+  void draft(const int32_t* ids, StateMemory& memory, const int64_t* requests, const Sequences& sequences, const int32_t* lengths,
+             const int32_t* tokens, int width, int32_t* out);
 
-  int64_t buffer_bytes() const { return arena_->size(); }
+  int64_t buffer_bytes() const { return arena_->size() + (kept_ ? kept_->size() : 0) + (fused_ ? fused_->size() : 0); }
   const float* hidden() const { return x_; }  // [T, hidden] before the final norm
 
  private:
@@ -94,7 +106,7 @@ class Program {
   const Kernels& kernels_;
   const ProgramShape shape_;
   const std::shared_ptr<Team> team_;
-  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Arena> arena_, kept_, fused_;  // kept [layers, T, hidden]; fused [T, (2 + inner) hidden] and what is given [T, (1 + inner) hidden]
   std::vector<Call> calls_, head_calls_;
   const std::vector<Call>* walked_ = nullptr;
 
@@ -102,8 +114,12 @@ class Program {
   Activations activations_;
   const float* norm_weight_ = nullptr;  // of the head
   float norm_eps_ = 0;
-  const float* before_ = nullptr;  // states that `fuse` reads
-  float *fused_, *own_states_;     // [T, 2 hidden], [R, hidden]
+  const float* before_ = nullptr;  // states that `fuse` reads, [T, (1 + inner) hidden], or [T, hidden] where they are its own
+  bool before_is_own_ = false;
+  float* given_ = nullptr;
+  float* own_states_;  // [R, hidden]
+  int kept_layers_ = 0;
+  std::vector<size_t> ends_;  // of the layers in `calls_`
   uint8_t* scratch_;
   int64_t scratch_bytes_;
 
@@ -117,6 +133,8 @@ class Program {
   bool is_split_ = false;  // pieces of a sequence are items of their own
   std::unique_ptr<std::atomic<int>[]> next_item_;  // per layer
   int layers_ = 0;
+
+  std::vector<int32_t> own_rows_;  // of `remember`
 
   const int32_t* rows_ = nullptr;
   int row_count_ = 0;

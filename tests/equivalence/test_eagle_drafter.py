@@ -13,11 +13,13 @@ import torch
 from eagle_heads import WINDOW, random_weights
 from tiny import prompt
 from tiny_engine import open_tiny, plain_decoder, tiny_llm
+from torch.nn.functional import pad
 
 from triblade.llm import LLM, Completion
 from triblade.models.decoder import DenseAttend
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
+from triblade.spec.align.batches import target_hidden
 from triblade.spec.drafter import Draft, DraftItem
 from triblade.spec.eagle_drafter import EagleDrafter
 from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
@@ -53,10 +55,11 @@ def plain(sampled: bool = False) -> list[Completion]:
     return [tiny_llm(model()).generate([ids], SAMPLED if sampled else GREEDY)[0][0] for ids in prompts()]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("head")
-    save_eagle(path, target_facts(model()), random_weights(model(), bits=4), {"window": WINDOW})
+@pytest.fixture(scope="module", params=[[], [0]], ids=["final state", "inner state, too"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path, inner = tmp_path_factory.mktemp("head"), request.param
+    weights = random_weights(model(), bits=4, num_inner=len(inner))
+    save_eagle(path, target_facts(model()), weights, {"window": WINDOW, "inner_layers": inner})
     return path
 
 
@@ -108,9 +111,9 @@ class Spy:
 def chain(folder: Path, tokens: list[int], length: int) -> list[int]:
     """Guesses from scratch: everything computed again for each."""
     decoder = plain_decoder(model())
-    head = load_eagle(folder, model()).head(decoder.weights.embedding, decoder.backend, decoder.context_length)
-    positions, known = torch.arange(len(tokens)), torch.tensor(tokens)
-    hidden = decoder.forward(known, positions, DenseAttend(decoder.config, decoder.backend, len(tokens)))
+    checkpoint = load_eagle(folder, model())
+    head = checkpoint.head(decoder.weights.embedding, decoder.backend, decoder.context_length)
+    hidden = target_hidden(decoder, torch.tensor([tokens]), checkpoint.inner_layers)[0]
     states = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
     guesses: list[int] = []
     while len(guesses) < length:
@@ -118,7 +121,7 @@ def chain(folder: Path, tokens: list[int], length: int) -> list[int]:
         attend = DenseAttend(head.config, head.backend, len(ids))
         own = head.forward(ids, states, torch.arange(len(ids)), attend)[-1:]
         guesses += head.greedy(own).tolist()
-        states = torch.cat((states, own))
+        states = torch.cat((states, pad(own, (0, states.shape[1] - own.shape[1]))))
     return guesses
 
 

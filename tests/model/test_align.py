@@ -18,12 +18,23 @@ from triblade import cli
 from triblade.config import AlignConfig, EngineConfig, from_mapping
 from triblade.errors import ConfigError
 from triblade.llm import EngineWriter
+from triblade.models.decoder import DenseAttend
 from triblade.models.loader import open_model
 from triblade.spec.align import run
 from triblade.spec.align.batches import Batches, frequent_tokens, target_hidden
-from triblade.spec.align.run import align
+from triblade.spec.align.loss import cross_entropy
+from triblade.spec.align.openings import OPENINGS, SUBJECT_OPENINGS, beginnings, subjects
+from triblade.spec.align.run import align, spread_layers
 from triblade.spec.align.state import AlignState
-from triblade.spec.align.text import Conversation, TextSource, check_prompts, read_prompts, user_beginning, without_loop
+from triblade.spec.align.text import (
+    Conversation,
+    TextSource,
+    check_prompts,
+    read_prompts,
+    shard_seed,
+    user_beginning,
+    without_loop,
+)
 from triblade.spec.align.trainer import Trainer, batch_order
 from triblade.spec.align.writer import BatchWriter
 from triblade.spec.eagle_files import load_eagle
@@ -100,6 +111,29 @@ def test_the_engine_writes_the_same_greedy_text_as_the_batch_writer() -> None:
 # Text
 
 
+class Words:
+    """A vocabulary without a tokenizer."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self.vocab_size = len(tokens)
+
+    def token(self, token_id: int) -> str:
+        """See `Vocabulary`."""
+        return self._tokens[token_id]
+
+
+def test_turns_begin_with_nothing_an_opening_or_an_opening_and_a_word_of_the_vocabulary(model: Path) -> None:
+    tokenizer = Words(["<unk>", " the", " lake", " Lake", "lake", " x1", " meadow", " of", " nautilus"])
+    assert subjects(tokenizer) == [" lake", " meadow", " nautilus"]
+    found = beginnings(tokenizer, 400, seed=1)
+    assert found == beginnings(tokenizer, 400, seed=1) != beginnings(tokenizer, 400, seed=2)
+    assert set(found[0::4]) == {""}
+    assert set(found[1::4]) <= {*OPENINGS}
+    assert all(turn.rpartition(" ")[0] in SUBJECT_OPENINGS for turn in found[2::4] + found[3::4])
+    assert {turn.rpartition(" ")[2] for turn in found[2::4]} == {"lake", "meadow", "nautilus"}
+
+
 class Scripted:
     """A writer that says what it is told, and remembers what it was asked."""
 
@@ -118,13 +152,14 @@ class Scripted:
 
 def test_a_shard_from_nothing_holds_usable_prompts_once(model: Path) -> None:
     tokenizer = open_model(EngineConfig(model=str(model))).tokenizer
-    turns = [[10, 11, 2], [10, 12], [10, 11, 2], [2]]
+    first_words = beginnings(tokenizer, 5, shard_seed(3, 0))
+    turns = [[10, 11, 2], [10, 12], [10, 12], [2], [10, 11, 2]]
     write = Scripted({1: turns, 2: [[30, 31, 2], [32]]})
-    found = TextSource(tokenizer, frozenset({2}), None, (32, 16), seed=3).shard(0, 4, write)
-    assert write.calls[0][0][0] == user_beginning(tokenizer, "") == [5, 6]
-    assert write.calls[0][0][1] == [5, 6, 0, 0]  # "Write a", in a vocabulary that does not have it
-    prompts = [[5, 6, 10, 11, 2, 7], [5, 6, 0, 2, 7]]  # the second turn has no end; the third was there already
-    assert write.calls[1][0] == prompts
+    found = TextSource(tokenizer, frozenset({2}), None, (32, 16), seed=3).shard(0, 5, write)
+    assert write.calls[0][0] == [user_beginning(tokenizer, words) for words in first_words]
+    assert write.calls[0][0][0] == write.calls[0][0][4] == [5, 6]  # nothing; the model says the same after it
+    prompts = [[5, 6, 10, 11, 2, 7], tokenizer.encode_chat([{"role": "user", "content": first_words[3]}])]
+    assert write.calls[1][0] == prompts  # two turns have no end
     assert [c.token_ids for c in found] == [[*prompts[0], 30, 31, 2], [*prompts[1], 32]]
     assert [c.first for c in found] == [len(prompt) for prompt in write.calls[1][0]]
     assert found[0].is_greedy
@@ -193,7 +228,7 @@ def test_batches_hold_every_usable_conversation_and_the_targets_hidden_states() 
     decoder = plain_decoder(open_tiny(max_position_embeddings=128))
     conversations = [Conversation([3 + i % 50] * n, 2, True) for i, n in enumerate((9, 30, 2, 12, 31, 8, 3))]
     for keep_bytes in (0, 1 << 20):
-        batches = Batches(decoder, conversations, 64, keep_bytes)
+        batches = Batches(decoder, (0,), conversations, 64, keep_bytes)
         assert len(batches) == 2  # 31 and 30; 12, 9, 8; those with an answer of one token or none are left out
         again = [batches[i] for i in range(2)]
         for index in range(2):
@@ -201,7 +236,7 @@ def test_batches_hold_every_usable_conversation_and_the_targets_hidden_states() 
             assert batch.ids.shape[0] * batch.ids.shape[1] <= 64
             assert torch.equal(batch.hidden, again[index].hidden)
             for row, length in enumerate(batch.lengths.tolist()):
-                alone = target_hidden(decoder, batch.ids[row : row + 1, :length]).bfloat16().float()
+                alone = target_hidden(decoder, batch.ids[row : row + 1, :length], (0,)).bfloat16().float()
                 torch.testing.assert_close(batch.hidden[row, :length], alone[0], atol=0.02, rtol=0.02)
             assert batch.counted(1)[0].tolist() == [3 <= p < batch.lengths[0] - 1 for p in range(batch.ids.shape[1])]
 
@@ -211,6 +246,37 @@ def test_the_draft_vocabulary_is_what_answers_hold_most() -> None:
     assert frequent_tokens(conversations, 2, 20) == [5, 6]
     assert frequent_tokens(conversations, 5, 20) == [0, 1, 5, 6, 9]
     assert frequent_tokens(conversations, 99, 10) == list(range(10))
+
+
+def test_inner_layers_are_spread_over_the_target() -> None:
+    assert [spread_layers(30, count) for count in (0, 1, 2, 3)] == [(), (14,), (9, 19), (6, 14, 21)]
+    assert spread_layers(2, 5) == (0,)
+    assert spread_layers(1, 2) == ()
+
+
+def test_states_of_inner_layers_stand_behind_the_final_ones() -> None:
+    decoder = plain_decoder(open_tiny())
+    ids, seen = torch.tensor([[3, 4, 5, 6]]), dict[int, torch.Tensor]()
+    attend = DenseAttend(decoder.config, decoder.backend, 4)
+    final = decoder.forward(ids[0], torch.arange(4), attend, seen.__setitem__)
+    assert sorted(seen) == list(range(decoder.config.num_layers))
+    found = target_hidden(decoder, ids, (0,))[0]
+    torch.testing.assert_close(found, torch.cat((final, seen[0]), -1), atol=1e-5, rtol=1e-5)
+    last = decoder.config.num_layers - 1
+    norm = decoder.backend.rms_norm(seen[last], decoder.weights.final_norm, decoder.config.rms_norm_eps)
+    torch.testing.assert_close(norm, final)
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_formula() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, generator=generator, requires_grad=True)
+    wanted = torch.randn(5, 7, generator=generator).softmax(-1)
+    spelled = -(wanted * logits.log_softmax(-1)).sum()
+    found = cross_entropy(logits, wanted)
+    torch.testing.assert_close(found, spelled)
+    (expected,) = torch.autograd.grad(3 * spelled, logits)
+    (gradient,) = torch.autograd.grad(3 * found, logits)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_every_epoch_takes_all_batches_in_another_order() -> None:

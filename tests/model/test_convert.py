@@ -393,6 +393,20 @@ def test_a_budget_of_bytes_is_spent_and_kept(config: ConvertConfig, tmp_path: Pa
     assert cheap.average_bits < report.average_bits < dear.average_bits
 
 
+def test_a_second_budget_estimates_nothing(
+    config: ConvertConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = replace(config, average_bits=5.2, sensitivity=tmp_path / "losses.json")
+    first = convert(budget)
+    monkeypatch.delattr("triblade.quant.convert.estimate_losses")
+    again = convert(replace(budget, output=tmp_path / "again"))
+    assert files(config.output) == files(tmp_path / "again")
+    more = convert(replace(budget, output=tmp_path / "more", average_bits=6.5))
+    assert again.average_bits == first.average_bits < more.average_bits <= 6.5
+    with pytest.raises(ConfigError, match="another model, text"):
+        convert(replace(budget, output=tmp_path / "other", calibration_samples=20))
+
+
 @pytest.mark.usefixtures("no_work")
 def test_a_budget_below_the_cheapest_scheme_is_refused(config: ConvertConfig) -> None:
     with pytest.raises(ConfigError, match="at least 3"):
@@ -403,6 +417,8 @@ def test_a_budget_below_the_cheapest_scheme_is_refused(config: ConvertConfig) ->
         convert(replace(config, max_size_mb=0.01))
     with pytest.raises(ConfigError, match="leave one"):
         replace(config, average_bits=4.5, max_size_mb=100.0)
+    with pytest.raises(UnsupportedError, match="awq checkpoints have one scheme"):
+        replace(config, average_bits=4.5, format="awq")
 
 
 def test_eval_reports_repetition(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from eagle_heads import WINDOW, random_head, random_sequences, random_weights, t
 from safetensors.torch import load_file, save_file
 from tiny_engine import open_tiny
 from torch import Tensor
+from torch.nn.functional import pad
 
 from triblade.engine.attend import PagedAttend
 from triblade.engine.batch import AttentionGroup, Batch
@@ -41,7 +42,9 @@ def head(model: OpenModel) -> EagleHead:
 
 @pytest.fixture
 def folder(model: OpenModel, tmp_path: Path) -> Path:
-    save_eagle(tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW})
+    save_eagle(
+        tmp_path / "head", target_facts(model), random_weights(model, bits=4), {"window": WINDOW, "inner_layers": [0]}
+    )
     return tmp_path / "head"
 
 
@@ -107,7 +110,7 @@ def test_unrolled_steps_are_what_a_chain_of_guesses_computes(model: OpenModel, w
         for step in range(steps):  # everything again for each guess, from the plainest attention there is
             length = begin + 1 + step
             previous = before(hidden)[: begin + 1]
-            previous = torch.cat((previous, *own))
+            previous = torch.cat((previous, *(pad(state, (0, hidden.shape[1] - state.shape[1])) for state in own)))
             attend = DenseAttend(head.config, head.backend, length)
             state = head.forward(ids[:length], previous, torch.arange(length), attend)
             own.append(state[-1:])
@@ -165,6 +168,17 @@ def test_a_head_comes_back_from_its_file(model: OpenModel, folder: Path) -> None
     assert read.config.num_layers == 1
 
 
+def test_a_head_of_version_1_reads_no_inner_layers(model: OpenModel, tmp_path: Path) -> None:
+    written = random_weights(model, bits=4, num_inner=0)
+    save_eagle(tmp_path, target_facts(model), written, {"window": WINDOW})
+    _edit(tmp_path / "config.json", version=1)
+    _without(tmp_path / "model.safetensors", "inner_norms")
+    read = load_eagle(tmp_path, model)
+    assert read.inner_layers == ()
+    assert read.weights.inner_norms.shape == (0, model.config.hidden_size)
+    assert torch.equal(read.weights.fc.codes, written.fc.codes)
+
+
 def test_another_checkpoint_of_the_same_model_is_allowed_and_said(
     model: OpenModel, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,6 +230,9 @@ def _with(path: Path, name: str, value: Tensor) -> None:
         (lambda f: _edit(f / "config.json", version=9), UnsupportedError, "version 9"),
         (lambda f: _edit(f / "config.json", bits=3), CheckpointError, "incomplete"),
         (lambda f: _edit(f / "config.json", draft_vocab_size=39), CheckpointError, "token_ids"),
+        (lambda f: _edit(f / "config.json", inner_layers=0), CheckpointError, "inner_layers is no ascending list"),
+        (lambda f: _edit(f / "config.json", inner_layers=[99]), CheckpointError, "inner_layers is no ascending list"),
+        (lambda f: _without(f / "model.safetensors", "inner_norms"), CheckpointError, "inner_norms has shape"),
         (lambda f: _without(f / "model.safetensors", "fc.scales"), CheckpointError, "fc.scales"),
         (lambda f: _with(f / "model.safetensors", "input_norm", torch.ones(3)), CheckpointError, "input_norm"),
         (lambda f: _with(f / "model.safetensors", "down.scales", torch.ones(64, 5)), CheckpointError, "down has"),

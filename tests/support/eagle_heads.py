@@ -11,7 +11,7 @@ from triblade.ops.backend import Linear
 from triblade.ops.packing import QuantizedMatrix
 from triblade.quant.rtn import round_to_nearest
 from triblade.spec.align.unroll import Sequences
-from triblade.spec.eagle import NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
+from triblade.spec.eagle import INNER_NORMS, NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 WINDOW = 8
@@ -22,15 +22,18 @@ def target() -> OpenModel:
     return open_tiny("llama", **SIZES)
 
 
-def random_weights(model: OpenModel, draft_vocab_size: int = 40, bits: int = 8) -> EagleWeights[QuantizedMatrix]:
+def random_weights(
+    model: OpenModel, draft_vocab_size: int = 40, bits: int = 8, num_inner: int = 1
+) -> EagleWeights[QuantizedMatrix]:
     """A head that knows nothing."""
     generator = torch.Generator().manual_seed(1)
-    shapes = matrix_shapes(head_config(model.config, WINDOW), draft_vocab_size)
+    shapes = matrix_shapes(head_config(model.config, WINDOW), draft_vocab_size, num_inner)
     matrices = {
         name: round_to_nearest(torch.randn(shape, generator=generator) * 0.2, bits, 32)
         for name, shape in shapes.items()
     }
     norms = {name: torch.rand(model.config.hidden_size, generator=generator) + 0.5 for name in NORMS}
+    norms[INNER_NORMS] = torch.rand(num_inner, model.config.hidden_size, generator=generator) + 0.5
     token_ids = torch.randperm(model.config.vocab_size, generator=generator)[:draft_vocab_size].sort().values
     return EagleWeights.from_parts(matrices, norms, token_ids)
 
@@ -47,5 +50,5 @@ def random_sequences(model: OpenModel, rows: int, length: int) -> Sequences:
     """Sequences without padding, with hidden states out of the air."""
     generator = torch.Generator().manual_seed(2)
     ids: Tensor = torch.randint(0, model.config.vocab_size, (rows, length), generator=generator)
-    hidden = torch.randn(rows, length, model.config.hidden_size, generator=generator)
+    hidden = torch.randn(rows, length, 2 * model.config.hidden_size, generator=generator)
     return Sequences(ids=ids, hidden=hidden, first=torch.full((rows,), 2), lengths=torch.full((rows,), length))

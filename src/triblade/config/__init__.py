@@ -9,11 +9,12 @@ from __future__ import annotations
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
-from triblade.config.runs import AlignConfig, ConvertConfig
+from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
 from triblade.config.server import LogLevel, ServerConfig
 
 __all__ = [
     "AlignConfig",
+    "BiasMode",
     "ConvertConfig",
     "DType",
     "EngineConfig",

@@ -15,6 +15,7 @@ from triblade.config.engine import DeviceName, DType, EngineConfig
 from triblade.errors import ConfigError, UnsupportedError
 
 CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
+BiasMode = Literal["correct", "keep", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Conversion:
     """No zero points: slightly worse, and what some kernels ask for."""
 
     activation_bits: int | None = None
-    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by smooth+gptq."""
+    """8: inputs are rounded as well, per token; goes with --bits 8 --group-size -1. `int8` is that, symmetric, by awq+gptq."""
 
     calibration: str | None = None
     """Text to calibrate on: .txt, .jsonl (text, messages or token_ids), .json (token ids), or `self`: the model writes its own."""
@@ -100,11 +101,23 @@ class Conversion:
     rules: tuple[str, ...] = ()
     """Schemes for some modules, PATTERN=SCHEME: `self_attn=8`, `re:layers\\.(0|29)\\.=8g64`, `o_proj=3sym`, `down=dense`."""
 
+    embeddings: str = "keep"
+    """Embedding table: keep, or a scheme as in `rules` (8row, 4g64)."""
+
+    lm_head: str = "keep"
+    """Head: keep, or a scheme; a tied one is the embedding, so both are to be the same."""
+
+    bias: BiasMode = "correct"
+    """Biases: correct (for what rounding takes from the mean), keep, or int8 (corrected, then on 8-bit levels by importance)."""
+
     average_bits: float | None = None
     """Bits per quantized weight, scales included, to spend where it helps most; overrides `bits`, groups as in `group_size`."""
 
     max_size_mb: float | None = None
     """Largest size of the weights' file in MB (10^6 bytes); a budget like `average_bits`, and instead of it."""
+
+    sensitivity: Path | None = None
+    """File for the estimated losses that a budget is spent by: read if it is there, else written. Other budgets can use it."""
 
     eval_text: Path | None = None
     """Text to measure the result on; default: what is left of the calibration text, if it is enough."""
@@ -141,6 +154,10 @@ class ConvertConfig(RunConfig, Conversion):  # in this order the options of the 
             raise ConfigError("average_bits and max_size_mb are one budget; leave one of them out", param="max_size_mb")
         if budgets and (self.rules or self.quantization == "int8"):
             raise ConfigError(f"{budgets[0]} decides about every module; leave rules and int8 out", param=budgets[0])
+        if budgets and self.format != "compressed-tensors":
+            raise UnsupportedError(
+                f"{self.format} checkpoints have one scheme, a budget makes several", hint="--format compressed-tensors"
+            )
         if self.format == "gptq" and not self.symmetric and self.quantization != "int8":
             raise UnsupportedError(
                 "few engines read GPTQ files with zero points of their own (version 2), so none are made",
@@ -181,6 +198,9 @@ class Alignment:
     draft_vocab_size: int = 8192
     """Tokens that can be guessed: the most frequent ones of the target's own text."""
 
+    inner_layers: int = 2
+    """Layers, spread over the target, whose states the head reads beside the final ones."""
+
     bits: Literal[4, 8] = 4
     """Bits of the head's weights."""
 
@@ -209,6 +229,7 @@ class AlignConfig(RunConfig, Alignment):  # in this order the options of the ali
         super().__post_init__()
         for name in ("steps", "window", "unrolled", "draft_vocab_size"):
             require_at_least(name, getattr(self, name), 1)
+        require_at_least("inner_layers", self.inner_layers, 0)
         for name in ("conversations", "answer_tokens"):
             require_at_least(name, getattr(self, name), 8)
         for name in ("minutes", "learning_rate"):

@@ -7,8 +7,7 @@ head must compute is `spec.eagle_drafter`'s business.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,15 +21,17 @@ from triblade.engine.batch import Batch
 from triblade.engine.drafters import TargetParts, kv_layers
 from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeExecutor
-from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, start_of
+from triblade.engine.native_program import NativeOptions, NativeProgram, start_of
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel
 from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_quantized
+from triblade.spec.drafter import DraftItem
 from triblade.spec.eagle import EagleHead
 from triblade.spec.eagle_drafter import EagleDrafter, GuessRun, HeadLimits
 from triblade.spec.eagle_files import EagleCheckpoint, fits, load_eagle
+from triblade.spec.state_memory import StateMemory
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,41 @@ class TorchEagle:
     Args:
         head: with the target's backend and device.
         cache: the drafter's layers.
+        states: the target's states float32 [R, D] of rows of its last step.
     """
 
-    def __init__(self, head: EagleHead, cache: KVCache) -> None:
+    def __init__(self, head: EagleHead, cache: KVCache, states: Callable[[Sequence[int]], Tensor]) -> None:
+        config = head.config
         self._head = head
         self._cache = cache
+        self._states = states
+        self.memory = StateMemory(head.weights.state_size, config.layers[0].window or config.context_length)
+
+    @property
+    def num_requests(self) -> int:
+        """See `GuessingHead`."""
+        return self.memory.num_requests
+
+    def remember(self, items: Sequence[DraftItem]) -> list[int]:
+        """See `GuessingHead`."""
+        sizes = [item.stop - item.start for item in items]
+        spans = [range(item.first_row, item.first_row + size) for item, size in zip(items, sizes, strict=True)]
+        rows = self._states([row for span in spans for row in span])  # [R, D]
+        for item, part in zip(items, rows.split(sizes), strict=True):
+            self.memory.extend(item.request.number, item.start, part)
+        return [self.memory.first(item.request.number) for item in items]
+
+    def forget(self, request: int) -> None:
+        """See `GuessingHead`."""
+        self.memory.forget(request)
 
     @torch.inference_mode()
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
         order = sorted(range(len(runs)), key=lambda n: runs[n].num_tokens)  # equal lengths stand together
         found: list[list[int]] = [[] for _ in runs]
-        states = torch.cat([runs[n].states for n in order])
+        taken = [self.memory.take(r.request.number, r.start - 1, r.num_tokens) for r in runs]
+        states = torch.cat([taken[n] for n in order])  # [T, D]
         current = self._forward([runs[n] for n in order], states)
         ends = torch.tensor([runs[n].num_tokens for n in order]).cumsum(0) - 1
         current = current[ends.to(current.device)]  # [S, C]
@@ -96,6 +120,10 @@ class NativeEagle(NativeProgram):
         super().__init__(checkpoint.config, target.cache.draft(), target.context_length, options)
         self._weights = checkpoint.weights.mapped(_packed)
         self._weights = replace(self._weights, layer=replace(self._weights.layer, gate_up=_interleaved(checkpoint)))
+        self._target = target.executor.program
+        config = checkpoint.config
+        window = config.layers[0].window or target.context_length
+        self.memory = self._native.StateMemory(width=self._weights.state_size, window=window)
         self._token_ids = checkpoint.weights.token_ids.to(torch.int32).contiguous()
         matrices = self._weights.matrices()
         self._open([target.executor.embedding, *matrices.values()], target.team)
@@ -106,34 +134,45 @@ class NativeEagle(NativeProgram):
         """Memory of the head's own matrices."""
         return sum(matrix.nbytes for matrix in self._weights.matrices().values())
 
+    @property
+    def num_requests(self) -> int:
+        """See `GuessingHead`."""
+        number: int = self.memory.num_requests
+        return number
+
+    def remember(self, items: Sequence[DraftItem]) -> list[int]:
+        """See `GuessingHead`; the states go from one program to the other and never through Python."""
+        computed = [(item.request.number, item.first_row, item.start, item.stop) for item in items]
+        firsts: list[int] = self._target.remember(self.memory, computed)
+        return firsts
+
+    def forget(self, request: int) -> None:
+        """See `GuessingHead`."""
+        self.memory.forget(request)
+
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
         """See `GuessingHead`."""
-        order = sorted(range(len(runs)), key=lambda n: -runs[n].length)
-        items = [runs[n] for n in order]
-        flat = FlatSteps.of(items)
-        states = torch.cat([run.states for run in items]).float()
-        lengths = array("i", [max(0, run.length) for run in items])
-        width = max(1, lengths[0])
-        out = array("i", bytes(4 * width * len(items)))
-        self._program.draft(
-            start_of(flat.token_ids),
-            states.data_ptr(),
-            *flat.sequences(),
-            start_of(lengths),
+        order = sorted(range(len(runs)), key=lambda n: -runs[n].length) if len(runs) > 1 else [0]
+        ordered = [runs[n] for n in order]
+        guesses = self._program.draft(
+            self.memory,
+            [run.request.number for run in ordered],
+            [run.token_ids for run in ordered],
+            [run.start for run in ordered],
+            [start_of(run.request.block_table) for run in ordered],
+            [max(0, run.length) for run in ordered],
             self._token_ids.data_ptr(),
-            width,
-            start_of(out),
         )
-        found: list[list[int]] = [[] for _ in runs]
-        for place, n in enumerate(order):
-            tokens = out[place * width : place * width + lengths[place]].tolist()
-            found[n] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        found: list[list[int]] = [[]] * len(runs)
+        for n, tokens in zip(order, guesses, strict=True):
+            found[n] = tokens
         return found
 
     def _record(self, embedding: PackedMatrix) -> None:
         config, weights, program = self._config, self._weights, self._program
         program.embed(self._matrix(embedding), config.embedding_scale)
-        program.fuse(self._matrix(weights.fc))
+        norms = weights.inner_norms
+        program.fuse(self._matrix(weights.fc), self._keep(norms), len(norms), config.rms_norm_eps)
         self._record_layer(0, weights.layer, self._rope_tables()[0])
         program.head(self._keep(weights.final_norm), config.rms_norm_eps, self._matrix(weights.head), 0.0)
 
@@ -174,6 +213,8 @@ class EaglePlan:
                 f"backend {executor.name} shows nobody its hidden states, which drafter eagle reads",
                 hint="use --drafter suffix, or --backend reference",
             )
+        if self.checkpoint.inner_layers:
+            executor.keep_layers(self.checkpoint.inner_layers)
         head: TorchEagle | NativeEagle
         if isinstance(executor, NativeExecutor):
             options = NativeOptions(
@@ -186,14 +227,13 @@ class EaglePlan:
         else:
             decoder = executor.decoder
             dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
-            head = TorchEagle(dense, target.cache.draft())
+            head = TorchEagle(dense, target.cache.draft(), executor.states)
         limits = HeadLimits(
             max_tokens=self.config.max_num_batched_tokens,
             window=model.layers[0].window or target.context_length,
-            hidden_size=model.hidden_size,
             context_length=target.context_length,
         )
-        return EagleDrafter(head, executor.states, self.config.block_size, limits)
+        return EagleDrafter(head, self.config.block_size, limits)
 
 
 def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> EaglePlan:

@@ -69,6 +69,8 @@ class TorchExecutor:
         self.decoder = decoder
         self._vocab_size = vocab_size
         self._hidden = torch.empty(0)
+        self._kept: tuple[int, ...] = ()
+        self._inner = dict[int, Tensor]()  # by layer, [T, C]
 
     @property
     def weight_bytes(self) -> int:
@@ -81,7 +83,8 @@ class TorchExecutor:
         decoder = self.decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
         attend = PagedAttend(batch, self.cache, decoder.config, decoder.backend)
-        self._hidden = decoder.forward(batch.input_ids, batch.positions, attend)  # [T, C]
+        watch = self._watch if self._kept else None
+        self._hidden = decoder.forward(batch.input_ids, batch.positions, attend, watch)  # [T, C]
 
     @torch.inference_mode()
     def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
@@ -89,7 +92,17 @@ class TorchExecutor:
         logits = self.decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
         return Scores(best_tokens(logits), logits if with_logits else None)
 
+    def keep_layers(self, layers: Sequence[int]) -> None:
+        """From now on `states` has what these layers leave behind them, too."""
+        self._kept = tuple(layers)
+
     @torch.inference_mode()
     def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
-        return self._hidden[list(rows)].float()
+        """[R, F * C] float32 of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
+        index = list(rows)
+        parts = (self._hidden, *(self._inner[layer] for layer in self._kept))
+        return torch.cat([part[index] for part in parts], -1).float()
+
+    def _watch(self, layer: int, x: Tensor) -> None:
+        if layer in self._kept:
+            self._inner[layer] = x

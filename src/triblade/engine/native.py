@@ -64,6 +64,11 @@ class NativeExecutor(NativeProgram):
         return self._weights.embedding
 
     @property
+    def program(self) -> Any:
+        """The recorded program, whose states of the last step a head reads in place."""
+        return self._program
+
+    @property
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return len(self._logits)
@@ -80,11 +85,9 @@ class NativeExecutor(NativeProgram):
         self._program.score(start_of(index), len(index), out, start_of(best))
         return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
 
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, C] float32: final-norm hidden states of rows of the last `forward`."""
-        index, found = array("i", rows), torch.empty(len(rows), self._config.hidden_size)
-        self._program.states(start_of(index), len(index), found.data_ptr())
-        return found
+    def keep_layers(self, layers: Sequence[int]) -> None:
+        """From now on what these layers (not the last one) leave behind them belongs to a token's states, too; called once."""
+        self._program.keep(list(layers))
 
     def _record(self) -> None:
         config, weights, program = self._config, self._weights, self._program

@@ -145,6 +145,7 @@ class NativeProgram:
         program.norm(self._keep(layer.mlp_norm), eps, gate_up)
         program.gate_up(gate_up, EPILOGUES[config.activation], down)
         program.project(down, self._keep(layer.mlp_post_norm), eps)
+        program.end_layer()
 
     def _rope_tables(self) -> list[Any]:
         return [self._native.RopeTable(address(cos), address(sin), cos.shape[1]) for cos, sin in self._ropes]

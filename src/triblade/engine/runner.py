@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
@@ -68,23 +68,24 @@ class ModelRunner:
 
     def _sample(self, results: list[StepResult]) -> None:
         """Sample and verify for every item that reached the end of its known tokens."""
-        rows, wanted = list[int](), list[SamplerRow]()
+        rows = list[int]()
         for result in results:
             end = result.first_row + result.item.num_tokens
             rows += range(end - result.item.num_draft_tokens - 1, end)
-            wanted += sampler_rows(result.request, result.item.num_draft_tokens)
         if not rows:
             return
-        sampled = self._sample_rows(rows, wanted)
-        verdicts = zip(sampled.token_ids, sampled.logprobs, strict=True)
+        sampled, at = self._sample_rows(rows, results), 0
         for result in results:
-            _verify(result, list(islice(verdicts, result.item.num_draft_tokens + 1)))
+            stop = at + result.item.num_draft_tokens + 1
+            _verify(result, sampled.token_ids[at:stop], sampled.logprobs[at:stop])
+            at = stop
 
-    def _sample_rows(self, rows: list[int], wanted: list[SamplerRow]) -> Sampled:
+    def _sample_rows(self, rows: list[int], results: list[StepResult]) -> Sampled:
         """A token for every row, -1 for those that are not finite."""
-        if all(row.is_plain_greedy for row in wanted):
-            scores = self.executor.score(rows, with_logits=False)
-            return Sampled(scores.best, [None] * len(rows))
+        # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
+        if all(next(sampler_rows(result.request, 0)).is_plain_greedy for result in results):
+            return Sampled(self.executor.score(rows, with_logits=False).best, [None] * len(rows))
+        wanted = [row for r in results for row in sampler_rows(r.request, r.item.num_draft_tokens)]
         whole = Sampled([], [])
         size = self.executor.max_rows or len(rows)
         for start in range(0, len(rows), size):
@@ -114,18 +115,16 @@ class ModelRunner:
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
 
 
-def _verify(result: StepResult, verdicts: list[tuple[int, TokenLogprobs | None]]) -> None:
+def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:
     """Take the sampled tokens up to and including the first that is not the draft's."""
-    drafts = result.request.draft_token_ids[: result.item.num_draft_tokens]
-    for (token, logprobs), draft in zip(verdicts, [*drafts, None], strict=True):
-        if token < 0:
-            # What was accepted before is sound; the request ends when it comes to this position again.
-            result.is_finite = bool(result.token_ids)
-            return
-        result.token_ids.append(token)
-        result.logprobs.append(logprobs)
-        if token != draft:
-            return
+    drafts, last = result.request.draft_token_ids, 0
+    while last < result.item.num_draft_tokens and tokens[last] == drafts[last]:
+        last += 1
+    if tokens[last] < 0:
+        # What was accepted before is sound; the request ends when it comes to this position again.
+        result.is_finite = last > 0
+        last -= 1
+    result.token_ids, result.logprobs = tokens[: last + 1], logprobs[: last + 1]
 
 
 def sampler_rows(request: Request, num_draft_tokens: int) -> Iterator[SamplerRow]:

@@ -41,9 +41,9 @@ class ScheduledRequest:
     @property
     def token_ids(self) -> list[int]:
         """The tokens to compute, drafts included."""
-        request = self.request
-        known = request.token_ids if not self.num_draft_tokens else request.token_ids + request.draft_token_ids
-        return known[self.start : self.start + self.num_tokens]
+        request, stop = self.request, self.start + self.num_tokens
+        known = request.token_ids[self.start : stop]
+        return known + request.draft_token_ids[: self.num_draft_tokens] if self.num_draft_tokens else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,9 @@ class Scheduler:
         A draft never preempts anybody.
         """
         wanted = self._blocks_for(request.num_tokens + num_draft_tokens) - len(request.block_table)
-        request.block_table.extend(self.pool.allocate(max(0, min(wanted, self.pool.num_free))))
+        if wanted <= 0:
+            return num_draft_tokens
+        request.block_table.extend(self.pool.allocate(min(wanted, self.pool.num_free)))
         return max(0, min(num_draft_tokens, len(request.block_table) * self.block_size - request.num_tokens))
 
     def owned_blocks(self) -> Iterator[int]:

@@ -20,6 +20,7 @@ from triblade.ops.backend import AttentionMask, Backend, Linear
 
 M = TypeVar("M")  # a matrix as its backend multiplies it
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Watch: TypeAlias = Callable[[int, Tensor], None]  # layer, the residual stream behind it [T, C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +69,16 @@ class Decoder:
         self.dtype = weights.embedding.weight.dtype
         self._ropes = [rope_table(rope, context_length, self.device) for rope in config.ropes]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final-norm hidden states [T, C] of tokens [T] at absolute positions [T]."""
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, watch: Watch | None = None) -> Tensor:
+        """Final-norm hidden states [T, C] of tokens [T] at absolute positions [T]; `watch` is shown every layer's result."""
         x = self.backend.embed(self.weights.embedding.weight, input_ids, self.config.embedding_scale)  # [T, C]
         ropes = self.rotations(positions)
         for index, layer in enumerate(self.weights.layers):
             mixed = self.attention_mix(index, layer, x, ropes[self.config.layers[index].rope], attend)
             x = x + self.attention_out(layer, mixed)
             x = x + self.mlp_out(layer, self.mlp_mix(layer, x))
+            if watch is not None:
+                watch(index, x)
         return self.backend.rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
 
     def rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

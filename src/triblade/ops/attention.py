@@ -7,16 +7,28 @@ All three compute softmax(scale * q k^T, capped and masked) v with grouped heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triblade.errors import UnsupportedError
 from triblade.ops.backend import AttentionMask
 
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionMask, float, float | None], Tensor]
+
+
+def unplanned() -> AbstractContextManager[None]:
+    """While it lasts, torch's attention takes kernels that need no plan.
+
+    cuDNN's are quicker where shapes return, but plan each new one for tens of milliseconds: too much for text of all lengths.
+    """
+    return sdpa_kernel(_UNPLANNED)
 
 
 def eager_attention(

@@ -53,5 +53,9 @@ class ReferenceBackend(Backend):
         return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def logits(self, hidden: Tensor, head: Linear, softcap: float | None) -> Tensor:
-        logits = self.linear(hidden, head).float()
+        plain = head.bias is None and not torch.is_grad_enabled()
+        if plain and hidden.is_cuda and hidden.dtype.itemsize == 2:  # sums need not be rounded to 16 bits
+            logits: Tensor = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = self.linear(hidden, head).float()
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap

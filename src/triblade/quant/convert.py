@@ -33,6 +33,7 @@ from triblade.quant.checkpoint_writer import Export, Part, write_checkpoint
 from triblade.quant.companions import companion_files
 from triblade.quant.convert_report import ConvertReport, causes, report_page
 from triblade.quant.drift import Drift, drift
+from triblade.quant.loss_file import load_losses, save_losses
 from triblade.quant.measure import DequantizedSource, Measured, TokenActivations, measure
 from triblade.quant.passes import Recipe, recipe
 from triblade.quant.plan import Schemes, average_bits, uniform_plan
@@ -41,6 +42,7 @@ from triblade.quant.quantize import Job, quantize_layers
 from triblade.quant.run_state import Fingerprint, RunState
 from triblade.quant.scheme import QuantScheme
 from triblade.quant.sensitivity import candidates, estimate_losses, spend
+from triblade.quant.tables import EMBEDDING, HEAD, table_schemes
 from triblade.registry import CHECKPOINT_FORMATS
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ _FINGERPRINTED = (
     "symmetric",
     "activation_bits",
     "rules",
+    "embeddings",
+    "lm_head",
+    "bias",
     "average_bits",
     "max_size_mb",
     "dtype",
@@ -101,10 +106,11 @@ def _prepare(config: ConvertConfig) -> _Prepared:
     method, scheme = method_and_scheme(config)
     model = open_model(config.engine)
     plan = uniform_plan(model.config, scheme, config.rules)
-    bits = config.average_bits if config.max_size_mb is None else bits_within(model, config.max_size_mb * 1e6)
+    tables = table_schemes(model.config, scheme, config.embeddings, config.lm_head)
+    bits = config.average_bits if config.max_size_mb is None else bits_within(model, config.max_size_mb * 1e6, tables)
     choices = [] if bits is None else candidates(model.config, scheme, bits)
     for possible in [plan] if not choices else [uniform_plan(model.config, choice) for choice in choices]:
-        check_shapes(model.config, possible, config.format)
+        check_shapes(model.config, possible, config.format, tables)
     device, reason = select_device(config.device)
     log.info("%s on %s (%s): %s, %s", model.name, device, reason, method.name, scheme)
     if device.type == "cpu":
@@ -119,13 +125,15 @@ def _prepare(config: ConvertConfig) -> _Prepared:
         ids=None if calibration is None else calibration.ids,
         backend=backend,
         device=device,
+        tables=tables,
+        bias=config.bias,
         path=resolve(model.name, revision=config.revision),
     )
-    if check_resources(needs(model, plan, job.stream_sizes), config.output, device):
+    if check_resources(needs(model, plan, job.stream_sizes, tables), config.output, device):
         job = replace(job, spill=_state_folder(config.output))
     check_weights(job.source())
     if bits is not None:
-        job = replace(job, schemes=_spent(job, choices, bits))
+        job = replace(job, schemes=_spent(job, config, choices, bits, calibration))
     measured_on = _text_to_measure(config, model, calibration)
     return _Prepared(
         config=config,
@@ -140,19 +148,32 @@ def method_and_scheme(config: ConvertConfig) -> tuple[Recipe, QuantScheme]:
     """The passes and the scheme that the options ask for; `int8` is both."""
     if config.quantization == "int8":
         scheme = QuantScheme(bits=8, group_size=None, symmetric=True, activation_bits=8)
-        return recipe("smooth+gptq"), scheme
+        return recipe("int8"), scheme
     group = None if config.group_size == -1 else config.group_size
     scheme = QuantScheme(
         bits=config.bits, group_size=group, symmetric=config.symmetric, activation_bits=config.activation_bits
     )
-    return recipe(config.quantization), scheme
+    is_int8 = config.quantization == "best" and scheme.activation_bits is not None
+    return recipe("int8" if is_int8 else config.quantization), scheme
 
 
-def _spent(job: Job, choices: Sequence[QuantScheme], bits: float) -> list[Schemes]:
-    """The schemes that lose least within a budget, as estimated."""
-    if job.ids is None:
+def _spent(
+    job: Job, config: ConvertConfig, choices: Sequence[QuantScheme], bits: float, calibration: Calibration | None
+) -> list[Schemes]:
+    """The schemes that lose least within a budget, as estimated now or by an earlier run."""
+    if calibration is None:
         raise ConfigError("a budget of bits needs calibration text", hint="--calibration FILE", param="average_bits")
-    plan = spend(job.model.config, estimate_losses(job, choices), bits)
+    made_from = {
+        "model": job.model.checkpoint.fingerprint(),
+        "calibration": calibration.fingerprint(),
+        "dtype": str(job.model.dtype),
+    }
+    path = config.sensitivity or _state_folder(config.output) / "losses.json"
+    losses = load_losses(path, choices, made_from)
+    if losses is None:
+        losses = estimate_losses(job, choices)
+        save_losses(path, losses, made_from)
+    plan = spend(job.model.config, losses, bits)
     counts = Counter(str(scheme) for schemes in plan for scheme in schemes.values())
     log.info("%.3f bits per weight: %s", average_bits(job.model.config, plan), dict(counts))
     return plan
@@ -260,10 +281,18 @@ def _report(prepared: _Prepared, state: RunState, measured: Measured | None, sec
         peak_memory_bytes=host.peak_rss_bytes(),
         calibration=None if prepared.calibration is None else asdict(prepared.calibration.report),
         drift=None if prepared.drift is None else asdict(prepared.drift),
+        tables=_table_names(job),
         layers=[asdict(record) | {"schemes": _scheme_names(record.schemes)} for record in state.layers],
         quality=quality,
         samples=() if measured is None else measured.samples,
     )
+
+
+def _table_names(job: Job) -> dict[str, str]:
+    found = {module: str(scheme) for module, scheme in job.tables.items()}
+    if found and job.model.config.tie_word_embeddings:
+        found[HEAD] = f"tied to {EMBEDDING}"
+    return found
 
 
 def _scheme_names(schemes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -290,7 +319,7 @@ def _write(prepared: _Prepared, state: RunState, report: ConvertReport) -> Conve
     job, config = prepared.job, prepared.config
     assert job.path is not None
     companions = companion_files(job.path, job.model.checkpoint)
-    weights = needs(job.model, job.schemes, None).output
+    weights = needs(job.model, job.schemes, None, job.tables).output
     report = replace(report, bytes_after=weights)
     export = Export(
         target=config.output,
@@ -322,7 +351,7 @@ def _parts(job: Job, state: RunState) -> Iterator[tuple[str, Part]]:
 def _in_order(job: Job, matrices: Mapping[str, object]) -> Sequence[str]:
     config = job.model.config
     names = [n for i in range(config.num_layers) for parts in layer_modules(config, i).values() for n, _ in parts]
-    return [name for name in names if name in matrices]
+    return [*(name for name in (EMBEDDING, HEAD) if name in matrices), *(name for name in names if name in matrices)]
 
 
 def _state_folder(output: Path) -> Path:

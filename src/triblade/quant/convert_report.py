@@ -35,6 +35,7 @@ class ConvertReport:
     calibration: Mapping[str, Any] | None
     drift: Mapping[str, Any] | None
     layers: Sequence[Mapping[str, Any]]
+    tables: Mapping[str, str]  # schemes of embedding and head, where they are quantized
     quality: Mapping[str, Any] | None
     samples: Sequence[tuple[str, str, str]]
 
@@ -43,6 +44,7 @@ class ConvertReport:
             f"{self.output}: {self.scheme} by {self.method}, {self.average_bits:.2f} bits per weight, "
             f"{self.bytes_after / 1e6:.1f} MB (was {self.bytes_before / 1e6:.1f}), {self.seconds:.0f} s"
         ]
+        lines += [f"{module}: {scheme}" for module, scheme in self.tables.items()]
         if self.quality is not None:
             q = self.quality
             lines.append(
@@ -116,6 +118,7 @@ def _summary(report: ConvertReport) -> str:
         ("method", report.method),
         ("format", report.format),
         ("bits per weight", f"{report.average_bits:.3f}"),
+        *report.tables.items(),
         ("size", f"{report.bytes_after / 1e6:.1f} MB, was {report.bytes_before / 1e6:.1f} MB"),
         ("time", f"{report.seconds:.0f} s, peak memory {report.peak_memory_bytes / 1e9:.2f} GB"),
     ]

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from triblade import host
+from triblade.config import BiasMode
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import Decoder, LayerWeights, window_mask
 from triblade.models.weights import layer_modules, layer_prefix, mlp_norm_name
 from triblade.ops.backend import Linear
+from triblade.quant.bias import bias_importance, corrected_bias, rounded_bias
 from triblade.quant.passes import Recipe, Work
 from triblade.quant.ranges import Grid, storable
 from triblade.quant.refine import row_errors
@@ -43,6 +45,7 @@ class LayerSettings:
     schemes: Mapping[str, QuantScheme | None]
     scale_type: torch.dtype
     store_type: torch.dtype  # of dense tensors
+    bias: BiasMode = "correct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class LayerQuantizer:
         self._original, self._working = original, original
         self._settings, self._streams = settings, streams
         self._rounded: dict[str, _Rounded] = {}
+        self._bias_importance: dict[str, Tensor] = {}  # [out], of quantized products with a bias
         self._errors: dict[str, float] = {}
         if streams is not None:
             length = streams.sequence_length
@@ -127,28 +131,26 @@ class LayerQuantizer:
         work = self._settings.recipe.rounded(work)
         assert work.grid is not None
         assert work.codes is not None
-        self._store(name, _Rounded(work.grid, work.codes), self._corrected_bias(linear.bias, work))
+        bias = linear.bias
+        if bias is not None:
+            self._bias_importance[name] = bias_importance(work)
+            if self._settings.bias != "keep" and work.statistics is not None:
+                bias = corrected_bias(bias, work)
+        self._store(name, _Rounded(work.grid, work.codes), bias)
         if work.statistics is not None:
             self._errors[name] = _relative_error(work)
 
     def _store(self, name: str, rounded: _Rounded, bias: Tensor | None) -> None:
         self._rounded[name] = rounded
         dtype = getattr(self._original, name).weight.dtype
+        if bias is not None and self._settings.bias == "int8":
+            bias = rounded_bias(bias, self._bias_importance[name])
+        bias = None if bias is None else bias.to(dtype)
         linear = Linear(rounded.grid.values(rounded.codes).to(dtype), bias)
         self._change(name, linear)
 
     def _change(self, name: str, value: Any) -> None:
         self._working = replace(self._working, **{name: value})
-
-    def _corrected_bias(self, bias: Tensor | None, work: Work) -> Tensor | None:
-        """The bias plus the mean that rounding, and inputs that drifted, took from the outputs."""
-        if bias is None or work.statistics is None or work.grid is None or work.codes is None:
-            return bias
-        mean = work.statistics.mean
-        lost = (work.weight - work.grid.values(work.codes)) @ mean
-        if work.statistics.mean_drift is not None:
-            lost = lost + work.weight @ work.statistics.mean_drift
-        return (bias.float() + lost).to(bias.dtype)
 
     # Folding.
 
@@ -188,6 +190,8 @@ class LayerQuantizer:
             weight = (linear.weight.float() / divisor[:, None]).to(linear.weight.dtype)
             self._change(name, Linear(weight, bias))
             return
+        if bias is not None:
+            self._bias_importance[name] *= divisor.square()
         divided = storable(rounded.grid.scales / divisor[:, None], self._settings.scale_type)
         self._store(name, _Rounded(replace(rounded.grid, scales=divided), rounded.codes), bias)
 

@@ -126,7 +126,9 @@ CORRECT = Pass(Stage.TARGET, _correct, compares=True)
 GPTQ = Pass(Stage.CODES, _feedback)
 REFINE = Pass(Stage.REFINEMENT, _refine)
 
-METHODS = {"best": "balance+correct+gptq+refine"}  # names for combinations
+# Names for combinations. Inputs that are rounded, too, are what 8-bit weights lose by, and AWQ's scales even them out best
+# (benchmarks/results/quantization.json).
+METHODS = {"best": "balance+correct+gptq+refine", "int8": "awq+gptq"}
 
 
 @dataclass(frozen=True, slots=True)

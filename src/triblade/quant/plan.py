@@ -19,6 +19,9 @@ from triblade.quant.scheme import QuantScheme
 log = logging.getLogger(__name__)
 
 Schemes = Mapping[str, QuantScheme | None]  # of one layer, by field of LayerWeights; None stays dense
+Losses = Sequence[
+    Mapping[str, Mapping[QuantScheme, float]]
+]  # by layer, product and scheme: estimated loss, nats per token
 _SPEC = re.compile(r"(?P<bits>\d+)(g(?P<group>\d+)|(?P<row>row))?(?P<kind>sym|asym)?")
 
 
@@ -80,8 +83,8 @@ def _modules(config: ModelConfig, field: str) -> str:
     return ", ".join(name.rpartition(".")[2] for name, _ in layer_modules(config, 0)[field])
 
 
-def parse_scheme(spec: str, default: QuantScheme) -> QuantScheme | None:
-    """`8`, `4g32`, `3g64sym`, `8row` or `dense`; what is left out is as in `default`.
+def parse_scheme(spec: str, default: QuantScheme, param: str = "rules") -> QuantScheme | None:
+    """`8`, `4g32`, `3g64sym`, `8row` or `dense`; what is left out is as in `default`, `param` is what errors name.
 
     Raises:
         ConfigError: none of these.
@@ -90,7 +93,7 @@ def parse_scheme(spec: str, default: QuantScheme) -> QuantScheme | None:
         return None
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise ConfigError(f"not a scheme: {spec!r}", hint="examples: 8, 4g32, 3g64sym, 8row, dense", param="rules")
+        raise ConfigError(f"not a scheme: {spec!r}", hint="examples: 8, 4g32, 3g64sym, 8row, dense", param=param)
     group = int(match["group"]) if match["group"] else None if match["row"] else default.group_size
     symmetric = default.symmetric if match["kind"] is None else match["kind"] == "sym"
     bits = int(match["bits"])

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -19,12 +20,15 @@ from triblade.models.config import ModelConfig
 from triblade.models.loader import OpenModel
 from triblade.models.weights import TensorSource, layer_modules
 from triblade.quant.plan import Schemes, average_bits, check_divisibility, elements, inputs_of
+from triblade.quant.scheme import QuantScheme
 from triblade.quant.shard_writer import HEADER_BYTES
 from triblade.quant.streams import TOKENS_AT_ONCE, StreamSizes
+from triblade.quant.tables import EMBEDDING, table_elements
 from triblade.registry import CHECKPOINT_FORMATS
 
 log = logging.getLogger(__name__)
 
+NO_TABLES: Mapping[str, QuantScheme] = MappingProxyType({})
 COPIES_OF_A_PRODUCT = 7  # float32 copies of the largest matrix that live at once while it is rounded
 COPIES_OF_A_MOMENT = 6  # float32 copies of the largest second moment, double precision counted twice
 PROCESS_BYTES = 450 * 2**20  # interpreter and torch
@@ -46,7 +50,9 @@ class Needs:
         return "memory {:.2f} GiB and hidden states {:.2f} GiB; disk {:.2f} GiB".format(*gib)
 
 
-def check_shapes(config: ModelConfig, plan: Sequence[Schemes], layout: str) -> None:
+def check_shapes(
+    config: ModelConfig, plan: Sequence[Schemes], layout: str, tables: Mapping[str, QuantScheme] = NO_TABLES
+) -> None:
     """Refuse what the group size or the format cannot hold, naming the matrices.
 
     Raises:
@@ -61,9 +67,31 @@ def check_shapes(config: ModelConfig, plan: Sequence[Schemes], layout: str) -> N
                 reason = layout_class.why_not(scheme, rows, inputs_of(config, field))
                 if reason is not None:
                     raise UnsupportedError(f"{name}: {reason}", hint="use --format compressed-tensors")
+    for name, scheme in tables.items():
+        reason = layout_class.why_not(scheme, config.vocab_size, config.hidden_size)
+        if name == EMBEDDING and not layout_class.holds_embeddings:
+            reason = f"{layout} checkpoints hold linear layers only"
+        if reason is not None:
+            raise UnsupportedError(f"{name}: {reason}", hint="keep it, or use --format compressed-tensors")
+    layout_class.quantization_config({**_by_module(config, plan), **tables}, [])
 
 
-def needs(model: OpenModel, plan: Sequence[Schemes], streams: StreamSizes | None) -> Needs:
+def _by_module(config: ModelConfig, plan: Sequence[Schemes]) -> dict[str, QuantScheme]:
+    fields = [(index, *item) for index, schemes in enumerate(plan) for item in schemes.items()]
+    return {
+        name: scheme
+        for index, field, scheme in fields
+        if scheme is not None
+        for name, _ in layer_modules(config, index)[field]
+    }
+
+
+def needs(
+    model: OpenModel,
+    plan: Sequence[Schemes],
+    streams: StreamSizes | None,
+    tables: Mapping[str, QuantScheme] = NO_TABLES,
+) -> Needs:
     """Estimate what a run takes."""
     config = model.config
     largest = max(elements(config, 0, field) for field in plan[0])
@@ -73,24 +101,38 @@ def needs(model: OpenModel, plan: Sequence[Schemes], streams: StreamSizes | None
     batch = 0 if streams is None else TOKENS_AT_ONCE * (2 * config.intermediate_size + config.q_size) * 8
     body = config.num_layers * layer
     packed = int(body * average_bits(config, plan) / 8)
-    output = packed + (config.num_parameters - body) * model.checkpoint.dtype.itemsize
+    output = packed + int(_rest_bytes(model, body, tables))
+    coded = len(tables) * table_elements(config)
     return Needs(
-        memory=PROCESS_BYTES + largest * 4 * COPIES_OF_A_PRODUCT + 2 * layer * model.dtype.itemsize + moments + batch,
+        memory=PROCESS_BYTES
+        + 2 * coded
+        + largest * 4 * COPIES_OF_A_PRODUCT
+        + 2 * layer * model.dtype.itemsize
+        + moments
+        + batch,
         streams=0 if streams is None else streams.nbytes,
         output=output,
-        state=body + (0 if streams is None else 2 * streams.saved_bytes),
+        state=body + coded + (0 if streams is None else 2 * streams.saved_bytes),
     )
 
 
-def bits_within(model: OpenModel, num_bytes: float) -> float:
+def _rest_bytes(model: OpenModel, body: int, tables: Mapping[str, QuantScheme]) -> float:
+    """Of everything but the matrices of the layers, tables in their schemes."""
+    config = model.config
+    coded = sum(scheme.bits_per_weight(config.hidden_size) for scheme in tables.values()) / 8
+    dense = config.num_parameters - body - len(tables) * table_elements(config)
+    return dense * model.checkpoint.dtype.itemsize + coded * table_elements(config)
+
+
+def bits_within(model: OpenModel, num_bytes: float, tables: Mapping[str, QuantScheme] = NO_TABLES) -> float:
     """Bits per weight, scales included, with which the weights' file has `num_bytes`; negative if not even the rest fits."""
     config = model.config
     fields = [
         (i, field, modules) for i in range(config.num_layers) for field, modules in layer_modules(config, i).items()
     ]
     body = sum(elements(config, index, field) for index, field, _ in fields)
-    rest = (config.num_parameters - body) * model.checkpoint.dtype.itemsize
-    overhead = HEADER_BYTES + MODULE_BYTES * sum(len(modules) for _, _, modules in fields)
+    rest = _rest_bytes(model, body, tables)
+    overhead = HEADER_BYTES + MODULE_BYTES * (sum(len(modules) for _, _, modules in fields) + len(tables))
     return (num_bytes - rest - overhead) * 8 / body
 
 

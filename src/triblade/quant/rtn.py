@@ -12,12 +12,13 @@ from torch import Tensor
 from triblade.ops.packing import ZERO_POINT, QuantizedMatrix
 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-CELLS_AT_ONCE = 2**20  # bounds the temporaries of a large matrix to a few times 4 MiB
+CELLS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # bounds the temporaries of a large matrix to a few times 4 or 64 MiB
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int, bias: Tensor | None = None) -> QuantizedMatrix:
     """Quantize [out, in]; `group` divides `in`."""
-    parts = [_round_rows(rows, bits, group) for rows in weight.split(max(1, CELLS_AT_ONCE // weight.shape[1]))]
+    at_once = max(1, CELLS_AT_ONCE.get(weight.device.type, CELLS_AT_ONCE["cpu"]) // weight.shape[1])
+    parts = [_round_rows(rows, bits, group) for rows in weight.split(at_once)]
     codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
     return QuantizedMatrix(codes=codes, scales=scales, offsets=None, bits=bits, bias=bias)
 

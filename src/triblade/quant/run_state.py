@@ -1,8 +1,8 @@
 """What a quantization has done so far, on disk: a layer that is finished is never computed again, and never believed by accident.
 
-The folder holds one safetensors file per finished layer, the hidden states behind the last one, and `state.json`, which is written
-last and says what the others are worth. Files get their names only when they are complete. Invariant: after a kill at any moment
-the folder describes a prefix of the run, and going on gives the same bits as never having stopped.
+The folder holds one safetensors file per finished layer or table, the hidden states behind the last layer, and `state.json`, which
+is written last and says what the layers are worth. Files get their names only when they are complete. Invariant: after a kill at
+any moment the folder describes a prefix of the run, and going on gives the same bits as never having stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from triblade.quant.streams import Streams
 
 _STATE = "state.json"
 _PARTS = ("codes", "scales", "zero_points", "bias")
+_TABLE, _SCHEME = "table-", "scheme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,25 @@ class RunState:
         self._write()
         self._streams_path(index).unlink(missing_ok=True)
 
+    def finish_table(self, module: str, matrix: IntegerMatrix) -> None:
+        """Note an embedding or a head as done; returns when it is on disk."""
+        parts = {part: getattr(matrix, part) for part in _PARTS if getattr(matrix, part) is not None}
+        _save(parts, self._table_path(module), {_SCHEME: json.dumps(asdict(matrix.scheme))})
+
+    def has_table(self, module: str) -> bool:
+        """Whether an embedding or a head is done."""
+        return self._table_path(module).is_file()
+
+    def tables(self) -> list[str]:
+        """Embedding and head, as far as they are done."""
+        ending = ".safetensors"
+        return sorted(p.name.removeprefix(_TABLE).removesuffix(ending) for p in self.folder.glob(f"{_TABLE}*{ending}"))
+
+    def read_table(self, module: str) -> IntegerMatrix:
+        """An embedding or a head that is done."""
+        with _open(self._table_path(module)) as file:
+            return _matrix(file, "", QuantScheme(**json.loads(file.metadata()[_SCHEME])))
+
     def matrices(self) -> Mapping[str, IntegerMatrix]:
         """All quantized matrices so far, read from disk when asked for."""
         return _Matrices(self)
@@ -100,11 +120,7 @@ class RunState:
     def read_matrix(self, index: int, module: str) -> IntegerMatrix:
         """One matrix of a finished layer."""
         with _open(self._layer_path(index)) as file:
-            names = set(file.keys())
-            parts: dict[str, Any] = {
-                part: file.get_tensor(f"{part}.{module}") if f"{part}.{module}" in names else None for part in _PARTS
-            }
-        return IntegerMatrix(**parts, scheme=QuantScheme(**self.layers[index].schemes[module]))
+            return _matrix(file, f".{module}", QuantScheme(**self.layers[index].schemes[module]))
 
     def remove(self) -> None:
         """Forget the run."""
@@ -143,6 +159,9 @@ class RunState:
     def _layer_path(self, index: int) -> Path:
         return self.folder / f"layer-{index:05d}.safetensors"
 
+    def _table_path(self, module: str) -> Path:
+        return self.folder / f"{_TABLE}{module}.safetensors"
+
     def _streams_path(self, count: int) -> Path:
         return self.folder / f"streams-{count:05d}.bin"
 
@@ -151,20 +170,34 @@ class _Matrices(Mapping[str, IntegerMatrix]):
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._layers = {module: index for index, record in enumerate(state.layers) for module in record.schemes}
+        self._tables = state.tables()
 
     def __getitem__(self, module: str) -> IntegerMatrix:
+        if module in self._tables:
+            return self._state.read_table(module)
         return self._state.read_matrix(self._layers[module], module)
 
+    def __contains__(self, module: object) -> bool:
+        return module in self._tables or module in self._layers  # the default would read the matrix
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
+        return iter((*self._tables, *self._layers))
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._tables) + len(self._layers)
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _matrix(file: Any, suffix: str, scheme: QuantScheme) -> IntegerMatrix:
+    names = set(file.keys())
+    parts: dict[str, Any] = {
+        part: file.get_tensor(part + suffix) if part + suffix in names else None for part in _PARTS
+    }
+    return IntegerMatrix(**parts, scheme=scheme)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     part = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
     with part.open("rb") as file:
         os.fsync(file.fileno())
     part.replace(path)

@@ -24,7 +24,7 @@ from triblade.models.weights import DenseReader
 from triblade.ops.backend import Backend, Linear
 from triblade.quant.gptq import conditional_variances
 from triblade.quant.layer import FIELDS, BatchAttend
-from triblade.quant.plan import Schemes, average_bits, elements, inputs_of
+from triblade.quant.plan import Losses, Schemes, average_bits, elements, inputs_of
 from triblade.quant.quantize import Job, decoder_without_layers
 from triblade.quant.ranges import search_grid
 from triblade.quant.rescale import balanced_scales
@@ -33,8 +33,6 @@ from triblade.quant.statistics import Accumulator
 
 SEQUENCES = 16  # of the calibration text
 GRADIENT_LENGTH = 256  # tokens of a sequence that gradients are taken on
-
-Losses = Sequence[Mapping[str, Mapping[QuantScheme, float]]]  # by layer, product and scheme: estimated loss
 
 
 @dataclass(slots=True)
@@ -149,13 +147,10 @@ class _LayerProbe:
         statistics = accumulator.result()
         weight = getattr(self._layer, name).weight.float()
         self.losses[name] = {}
-        prepared: dict[tuple[int | None, bool], tuple[Tensor, Tensor]] = {}
+        # One search for all schemes: it is most of the work, and other groups would move the scales little.
+        scales = balanced_scales(weight, statistics, self._candidates[0])
+        scaled, costs = weight * scales, conditional_variances(statistics.divided(scales).hessian)
         for scheme in self._candidates:
-            kind = (scheme.group_size, scheme.symmetric)  # scales do not depend on the bits
-            if kind not in prepared:
-                scales = balanced_scales(weight, statistics, scheme)
-                prepared[kind] = weight * scales, conditional_variances(statistics.divided(scales).hessian)
-            scaled, costs = prepared[kind]
             grid = search_grid(scaled, costs, scheme, torch.float32)
             lost = (grid.values(grid.codes(scaled)) - scaled).square() @ costs  # [out]
             self.losses[name][scheme] = (self._gradients[name] @ lost).item() / 2
@@ -214,12 +209,12 @@ def _cost(config: ModelConfig, name: str) -> Callable[[QuantScheme], float]:
 
 
 def candidates(config: ModelConfig, scheme: QuantScheme, bits: float) -> list[QuantScheme]:
-    """The schemes to choose from: 4 and 8 bits in the group size given and half of it, and 3 bits where the budget asks for it."""
+    """What to choose from: 4 bits in the group size given and half of it, 8 bits, and 3 bits where the budget asks for them."""
     widths = [inputs_of(config, name) for name in FIELDS]
     groups: list[int | None] = [scheme.group_size]
     if scheme.group_size is not None and scheme.group_size >= 64:
         groups.append(scheme.group_size // 2)
     allowed = [group for group in groups if group is None or all(width % group == 0 for width in widths)]
-    found = [replace(scheme, bits=b, group_size=group) for b in (3, 4, 8) for group in allowed]
+    found = [replace(scheme, bits=b, group_size=group) for b in (3, 4) for group in allowed]
     cheapest_of_four = min(s.bits_per_weight(max(widths)) for s in found if s.bits == 4)
-    return [s for s in found if s.bits != 3 or bits < cheapest_of_four]
+    return [*(s for s in found if s.bits != 3 or bits < cheapest_of_four), replace(scheme, bits=8)]

@@ -1,12 +1,13 @@
-"""The eagle head: one decoder layer that guesses the target's next tokens from the target's last hidden state.
+"""The eagle head: one decoder layer that guesses the target's next tokens from the target's hidden states.
 
-    x_p = fc [embedding(token_p); hidden_{p-1}]        g_p = norm(layer(x_p))        guess for token p+1 = table[argmax(head g_p)]
+    x_p = fc [embedding(token_p); states_{p-1}]        g_p = norm(layer(x_p))        guess for token p+1 = table[argmax(head g_p)]
 
 Entry p depends on tokens 0 .. p only, so the keys and values of slot p stay valid as long as those of the target do. Where the
-target's hidden state is not known it is zero (position 0, the first token behind a cached prefix); for a token that is itself a
-guess the head's own g_{p-1} takes its place. Knows no cache and no request: attention is an argument, as in the decoder it is made
-of. Sources: EAGLE (Li et al. 2024, section 4.1: features and the shifted token), EAGLE-3 (Li et al. 2025, section 3.1: no loss on
-features, unrolled training), FR-Spec (Zhao et al. 2025, section 4: the reduced vocabulary).
+target's states are not known they are zero (position 0, the first token behind a cached prefix); for a token that is itself a
+guess the head's own g_{p-1} takes the place of the final state, and zeros that of the inner ones. Knows no cache and no request:
+attention is an argument, as in the decoder it is made of. Sources: EAGLE (Li et al. 2024, section 4.1: features and the shifted
+token), EAGLE-3 (Li et al. 2025, section 3.1: states of several layers, no loss on them, unrolled training), FR-Spec (Zhao et al.
+2025, section 4: the reduced vocabulary).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from triblade.models.config import LayerConfig, ModelConfig
@@ -26,13 +28,15 @@ from triblade.ops.backend import Backend, Linear
 N = TypeVar("N")
 MATRICES = ("fc", "qkv", "output", "gate_up", "down", "head")
 NORMS = ("input_norm", "mlp_norm", "final_norm")
+INNER_NORMS = "inner_norms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleWeights(Generic[M]):
     """All weights of a head but the embedding, which is the target's; N is the size of the draft vocabulary."""
 
-    fc: M  # [C, 2 C], inputs: embedding, then hidden state
+    fc: M  # [C, (1 + F) C], inputs: embedding, final state, inner states
+    inner_norms: Tensor  # [F - 1, C] float32: what brings every channel of an inner state, normalised, to about 1
     layer: LayerWeights[M]
     final_norm: Tensor  # [C] float32
     head: M  # [N, C]
@@ -40,7 +44,7 @@ class EagleWeights(Generic[M]):
 
     @classmethod
     def from_parts(cls, matrices: dict[str, M], norms: dict[str, Tensor], token_ids: Tensor) -> EagleWeights[M]:
-        """From matrices named as in MATRICES and norms named as in NORMS."""
+        """From matrices named as in MATRICES and norms named as in NORMS, with INNER_NORMS where there are inner states."""
         layer: LayerWeights[M] = LayerWeights(  # a subscripted call would set an attribute that slots do not have
             input_norm=norms["input_norm"],
             mlp_norm=norms["mlp_norm"],
@@ -49,13 +53,20 @@ class EagleWeights(Generic[M]):
             gate_up=matrices["gate_up"],
             down=matrices["down"],
         )
+        final_norm = norms["final_norm"]
         return cls(
             fc=matrices["fc"],
+            inner_norms=norms.get(INNER_NORMS, final_norm.new_empty(0, len(final_norm))),
             layer=layer,
-            final_norm=norms["final_norm"],
+            final_norm=final_norm,
             head=matrices["head"],
             token_ids=token_ids,
         )
+
+    @property
+    def state_size(self) -> int:
+        """F * C: what the head reads of one token of the target."""
+        return (1 + len(self.inner_norms)) * len(self.final_norm)
 
     def matrices(self) -> dict[str, M]:
         """The matrices by name."""
@@ -65,7 +76,8 @@ class EagleWeights(Generic[M]):
 
     def norms(self) -> dict[str, Tensor]:
         """The norms by name."""
-        return dict(zip(NORMS, (self.layer.input_norm, self.layer.mlp_norm, self.final_norm), strict=True))
+        norms = dict(zip(NORMS, (self.layer.input_norm, self.layer.mlp_norm, self.final_norm), strict=True))
+        return norms | {INNER_NORMS: self.inner_norms}
 
     def mapped(self, change: Callable[[M], N]) -> EagleWeights[N]:
         """The same head with every matrix in another form."""
@@ -97,11 +109,11 @@ def head_config(target: ModelConfig, window: int | None) -> ModelConfig:
     )
 
 
-def matrix_shapes(config: ModelConfig, draft_vocab_size: int) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every matrix of a head."""
+def matrix_shapes(config: ModelConfig, draft_vocab_size: int, num_inner: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every matrix of a head that reads the states of `num_inner` inner layers."""
     c, inner = config.hidden_size, config.intermediate_size
     return {
-        "fc": (c, 2 * c),
+        "fc": (c, (2 + num_inner) * c),
         "qkv": (config.q_size + 2 * config.kv_size, c),
         "output": (c, config.q_size),
         "gate_up": (2 * inner, c),
@@ -147,18 +159,28 @@ class EagleHead:
 
         Args:
             input_ids: tokens [T].
-            hidden: final-norm hidden state of the token before each, [T, C]: the target's, the head's own, or zeros.
+            hidden: states of the token before each: the target's [T, F * C], the head's own [T, C], or zeros.
             positions: [T], absolute.
             attend: see `models.decoder`; the head is its layer 0.
         """
         decoder, layer = self._decoder, self.weights.layer
         embedded = self.backend.embed(decoder.weights.embedding.weight, input_ids, self.config.embedding_scale)
-        x = self.backend.linear(torch.cat((embedded, hidden.to(embedded.dtype)), -1), self.weights.fc)  # [T, C]
+        x = self.backend.linear(self._inputs(embedded, hidden.to(embedded.dtype)), self.weights.fc)  # [T, C]
         x = x + decoder.attention_out(
             layer, decoder.attention_mix(0, layer, x, decoder.rotations(positions)[0], attend)
         )
         x = x + decoder.mlp_out(layer, decoder.mlp_mix(layer, x))
         return self.backend.rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def _inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[T, (1 + F) C]: what `fc` multiplies."""
+        norms, width = self.weights.inner_norms, self.config.hidden_size
+        final, *inner = hidden.split(width, -1)
+        if not inner:
+            return F.pad(torch.cat((embedded, final), -1), (0, len(norms) * width))
+        eps = self.config.rms_norm_eps
+        scaled = [self.backend.rms_norm(x, norm, eps) for x, norm in zip(inner, norms, strict=True)]
+        return torch.cat((embedded, final, *scaled), -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, C] -> [R, N] float32 over the draft vocabulary."""

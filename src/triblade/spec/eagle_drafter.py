@@ -1,20 +1,16 @@
 """The drafter `eagle`: a head over the target's hidden states, kept in step with it.
 
 The head's entry for token p needs the target's state of token p - 1, which exists only right after the step that computed it. So
-every call hands the new states on: to the head at once where a draft is wanted or a prompt is read, otherwise to a short memory,
-from which the head catches up when drafts are wanted again. Where a state is not known it is zero, as in training; guessed tokens
-are computed again with the target's states once they are verified. Knows no kernels: a `GuessingHead` computes.
+every call has the new states remembered; a draft, or a prompt that is read, takes them from there, and after a pause the head
+catches up with what is left. Where a state is not known it is zero, as in training; guessed tokens are computed again with the
+target's states once they are verified. Knows no kernels and sees no state: a `GuessingHead` keeps and computes them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from triblade.spec.draft_blocks import DraftBlocks
 from triblade.spec.drafter import Draft, DraftItem, DraftState
@@ -22,16 +18,11 @@ from triblade.spec.drafter import Draft, DraftItem, DraftState
 
 @dataclass(frozen=True, slots=True)
 class GuessRun:
-    """Committed tokens of one request from position `start` on, then `length` guesses.
-
-    Attributes:
-        states: float32 [T, C]; row i belongs to the token before token i of the run.
-    """
+    """Committed tokens of one request from position `start` on, then `length` guesses."""
 
     request: DraftState
     start: int
     token_ids: list[int]
-    states: Tensor
     length: int
 
     @property
@@ -42,8 +33,24 @@ class GuessRun:
 class GuessingHead(Protocol):
     """Computes a head; its keys and values lie in the blocks of the requests."""
 
+    @property
+    def num_requests(self) -> int:
+        """Requests of which states are remembered."""
+        ...
+
+    def remember(self, items: Sequence[DraftItem]) -> Sequence[int]:
+        """Keep the target's states of the tokens of its last step; for each item the first token whose state is kept."""
+        ...
+
     def guess(self, runs: Sequence[GuessRun]) -> list[list[int]]:
-        """The tokens that follow each run, aligned with the runs; fewer than asked for where a state is not finite."""
+        """The tokens that follow each run, aligned with the runs; fewer than asked for where a state is not finite.
+
+        Takes the states of the tokens before those of the runs out of what is remembered.
+        """
+        ...
+
+    def forget(self, request: int) -> None:
+        """The request of this number ended."""
         ...
 
 
@@ -54,115 +61,60 @@ class HeadLimits:
     Attributes:
         max_tokens: most tokens in one call.
         window: tokens that its attention sees.
-        hidden_size: C.
         context_length: positions it takes.
     """
 
     max_tokens: int
     window: int
-    hidden_size: int
     context_length: int
-
-
-class _Memory:
-    """States that the head has not seen yet: rows belong to the tokens before `start`, `start` + 1, ..., before `stop`."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.stop = start
-        self._parts = deque[Tensor]()  # [N, C] each
-
-    def add(self, rows: Tensor, window: int) -> None:
-        """Append rows [N, C]; the oldest go while `window` newer ones are there."""
-        self._parts.append(rows)
-        self.stop += len(rows)
-        while self.stop - self.start - len(self._parts[0]) >= window:
-            self.start += len(self._parts.popleft())
-
-    def drop(self, stop: int) -> None:
-        """Forget the states before tokens up to `stop`."""
-        while self._parts and self.start + len(self._parts[0]) <= stop:
-            self.start += len(self._parts.popleft())
-        if self._parts and self.start < stop:
-            self._parts[0] = self._parts[0][stop - self.start :]
-        self.start = max(self.start, stop)
-
-    def rows(self, start: int, stop: int, hidden_size: int) -> Tensor:
-        """States before tokens [start, stop), zero where they are not known: [N, C]."""
-        found = torch.zeros(stop - start, hidden_size)
-        at = self.start
-        for part in self._parts:
-            first, last = max(at, start), min(at + len(part), stop)
-            if first < last:
-                found[first - start : last - start] = part[first - at : last - at]
-            at += len(part)
-        return found
 
 
 class EagleDrafter:
     """Implements `Drafter` with a trained head.
 
     Args:
-        head: computes.
-        states: the target's final-norm hidden states float32 [R, C] of rows of its last step.
+        head: remembers and computes.
         block_size: tokens per block.
         limits: see there.
     """
 
-    def __init__(
-        self, head: GuessingHead, states: Callable[[Sequence[int]], Tensor], block_size: int, limits: HeadLimits
-    ) -> None:
+    def __init__(self, head: GuessingHead, block_size: int, limits: HeadLimits) -> None:
         self._head = head
-        self._states = states
         self._limits = limits
         self._blocks = DraftBlocks(block_size)
-        self._memories: dict[int, _Memory] = {}  # by number of the request
 
     @property
     def num_requests(self) -> int:
         """Requests that are remembered."""
-        return len({*self._memories, *self._blocks.numbers})
+        return max(self._head.num_requests, self._blocks.num_requests)
 
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
         """See `Drafter`."""
-        self._remember(items)
-        runs = [self._run(item) for item in items]
+        firsts = self._head.remember(items)
+        runs = [self._run(item, first) for item, first in zip(items, firsts, strict=True)]
         guesses = iter(self._compute([run for run in runs if run is not None]))
         return [Draft(next(guesses) if run is not None else []) for run in runs]
 
     def forget(self, request: DraftState) -> None:
         """See `Drafter`."""
         self._blocks.forget(request)
-        self._memories.pop(request.number, None)
+        self._head.forget(request.number)
 
-    def _remember(self, items: Sequence[DraftItem]) -> None:
-        """Add the states of this step to the memories, the newest `window` of each."""
-        sizes = [item.stop - item.start for item in items]
-        rows = [
-            row for item, size in zip(items, sizes, strict=True) for row in range(item.first_row, item.first_row + size)
-        ]
-        for item, states in zip(items, self._states(rows).split(sizes), strict=True):
-            memory = self._memories.get(item.request.number)
-            if memory is None or memory.stop != item.start + 1:
-                memory = self._memories[item.request.number] = _Memory(item.start + 1)
-            memory.add(states, self._limits.window)
-
-    def _run(self, item: DraftItem) -> GuessRun | None:
+    def _run(self, item: DraftItem, first: int) -> GuessRun | None:
         """What the head has not computed of a request, then guesses; None: nothing to do.
 
         The newest token is computed where guesses follow it; only then it has a slot for sure. Tokens that no later one of this
-        request sees are left out if their states are lost.
+        request sees are left out if their states, which are known from token `first` on, are lost.
         """
         if not _is_due(item):
             return None
-        request, limits, memory = item.request, self._limits, self._memories[item.request.number]
+        request, limits = item.request, self._limits
         room = min(limits.context_length, len(request.block_table) * self._blocks.block_size)
         length = max(0, min(item.length, room - item.stop))
         stop = item.stop + 1 if length > 0 else item.stop
         start = self._blocks.advance(request, item.stop)
-        start = max(start, min(memory.start, stop - limits.window))
-        states = memory.rows(start, max(start, stop), limits.hidden_size)
-        memory.drop(stop)
-        return GuessRun(request, start, request.token_ids[start:stop], states, length) if start < stop else None
+        start = max(start, min(first + 1, stop - limits.window))
+        return GuessRun(request, start, request.token_ids[start:stop], length) if start < stop else None
 
     def _compute(self, runs: list[GuessRun]) -> list[list[int]]:
         found: list[list[int]] = []
@@ -179,6 +131,9 @@ class EagleDrafter:
 
     def _parts(self, runs: list[GuessRun]) -> Iterator[list[GuessRun]]:
         """Runs in parts of at most `max_tokens` tokens; longer ones are cut, their leading pieces with length -1."""
+        if sum(run.num_tokens for run in runs) <= self._limits.max_tokens:
+            yield from [runs] if runs else []
+            return
         part, room = list[GuessRun](), self._limits.max_tokens
         for run in runs:
             for piece in _cut(run, self._limits.max_tokens):
@@ -199,5 +154,4 @@ def _is_due(item: DraftItem) -> bool:
 def _cut(run: GuessRun, size: int) -> Iterator[GuessRun]:
     for at in range(0, run.num_tokens, size):
         is_last = at + size >= run.num_tokens
-        tokens, states = run.token_ids[at : at + size], run.states[at : at + size]
-        yield GuessRun(run.request, run.start + at, tokens, states, run.length if is_last else -1)
+        yield GuessRun(run.request, run.start + at, run.token_ids[at : at + size], run.length if is_last else -1)

@@ -29,11 +29,12 @@ from triblade.models.loader import OpenModel
 from triblade.models.tokenizer import Tokenizer
 from triblade.ops.backend import Backend, Linear
 from triblade.ops.packing import QuantizedMatrix
-from triblade.spec.eagle import NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
+from triblade.spec.eagle import INNER_NORMS, NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "triblade-eagle", 1
+FORMAT, VERSION = "triblade-eagle", 2
+_READABLE = (1, VERSION)  # heads of version 1 read no inner layers
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 _FACTS = ("architecture", *_SIZES, "rms_norm_eps", "activation", "embedding_scale")
@@ -45,6 +46,7 @@ class EagleCheckpoint:
 
     config: ModelConfig  # see `head_config`
     weights: EagleWeights[QuantizedMatrix]
+    inner_layers: tuple[int, ...]  # of the target, whose states the head reads beside the final ones
     facts: Mapping[str, Any]  # config.json
 
     def head(self, embedding: Linear, backend: Backend, context_length: int) -> EagleHead:
@@ -81,7 +83,7 @@ def save_eagle(
         path: made if need be; config.json gets its name last.
         target: see `target_facts`.
         weights: the head.
-        facts: more for config.json: `window`, `training`.
+        facts: more for config.json: `window`, `inner_layers`, `training`.
     """
     path.mkdir(parents=True, exist_ok=True)
     matrices = weights.matrices()
@@ -131,7 +133,9 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
-    return EagleCheckpoint(config=config, weights=_weights(path, facts, config, tensors), facts=facts)
+    inner_layers = _inner_layers(path, facts, target.config)
+    weights = _weights(path, facts, config, tensors, len(inner_layers))
+    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts)
 
 
 def fits(path: Path, target: OpenModel) -> bool:
@@ -150,9 +154,9 @@ def _check_format(path: Path, facts: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} holds no eagle head, but: {facts.get('format')!r}", hint="triblade align makes one"
         )
-    if facts.get("version") != VERSION:
+    if facts.get("version") not in _READABLE:
         raise UnsupportedError(
-            f"{path} has version {facts.get('version')!r}, read is {VERSION}", hint="triblade align makes a new one"
+            f"{path} has version {facts.get('version')!r}, read are {_READABLE}", hint="triblade align makes a new one"
         )
     missing = [name for name in ("bits", "draft_vocab_size", "target", "window") if name not in facts]
     if missing or facts["bits"] not in (4, 8):
@@ -177,11 +181,20 @@ def _same(trained: Any, found: Any) -> bool:
     return bool(trained == found)
 
 
+def _inner_layers(path: Path, facts: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    found = facts.get("inner_layers", [])
+    known = isinstance(found, list) and all(isinstance(n, int) and 0 <= n < target.num_layers - 1 for n in found)
+    if not known or found != sorted(set(found)):
+        raise CheckpointError(f"{path / CONFIG}: inner_layers is no ascending list of layers before the last: {found}")
+    return tuple(found)
+
+
 def _weights(
-    path: Path, facts: Mapping[str, Any], config: ModelConfig, tensors: Mapping[str, Tensor]
+    path: Path, facts: Mapping[str, Any], config: ModelConfig, tensors: Mapping[str, Tensor], num_inner: int
 ) -> EagleWeights[QuantizedMatrix]:
-    shapes = matrix_shapes(config, facts["draft_vocab_size"])
-    wanted = {*NORMS, "token_ids", *(f"{name}.{part}" for name in shapes for part in ("codes", "scales"))}
+    shapes = matrix_shapes(config, facts["draft_vocab_size"], num_inner)
+    tensors = {INNER_NORMS: torch.empty(0, config.hidden_size), **tensors}
+    wanted = {*NORMS, INNER_NORMS, "token_ids", *(f"{name}.{part}" for name in shapes for part in ("codes", "scales"))}
     if wanted != set(tensors):
         raise CheckpointError(f"{path / WEIGHTS} holds other tensors than expected: {sorted(wanted ^ set(tensors))[0]}")
     token_ids = tensors["token_ids"].long()
@@ -189,10 +202,11 @@ def _weights(
     if not known or int(token_ids[0]) < 0 or int(token_ids[-1]) >= config.vocab_size:
         raise CheckpointError(f"{path / WEIGHTS}: token_ids is no ascending list of {facts['draft_vocab_size']} tokens")
     matrices = {name: _matrix(path, name, tensors, facts["bits"], shape) for name, shape in shapes.items()}
-    norms = {name: tensors[name] for name in NORMS}
+    norms = {name: tensors[name] for name in (*NORMS, INNER_NORMS)}
     for name, norm in norms.items():
-        if norm.shape != (config.hidden_size,):
-            raise CheckpointError(f"{path / WEIGHTS}: {name} has shape {list(norm.shape)}, not {[config.hidden_size]}")
+        shape = [num_inner, config.hidden_size] if name == INNER_NORMS else [config.hidden_size]
+        if list(norm.shape) != shape:
+            raise CheckpointError(f"{path / WEIGHTS}: {name} has shape {list(norm.shape)}, not {shape}")
     return EagleWeights.from_parts(matrices, norms, token_ids)
 
 

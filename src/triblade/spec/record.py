@@ -34,7 +34,8 @@ class SpeculationCounts:
         self.accepted_per_position.extend([0] * missing)
         for position in range(drafted):
             self.drafted_per_position[position] += 1
-            self.accepted_per_position[position] += position < accepted
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -51,21 +52,26 @@ class Speculation:
     """Drafting for one choice.
 
     Attributes:
-        counts: over all its steps.
         trace: drafted and accepted tokens of each step that gave tokens; their sum plus one per step is the answer's length.
         spent_s: time of steps for which it is known what they would have taken without drafts.
         plain_s: that time, for as many tokens.
     """
 
-    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     trace: list[tuple[int, int]] = field(default_factory=list)
     spent_s: float = 0.0
     plain_s: float = 0.0
 
     def add(self, drafted: int, accepted: int) -> None:
         """A step committed a token of its own and `accepted` of `drafted` tokens."""
-        self.counts.add(drafted, accepted)
         self.trace.append((drafted, accepted))
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """Over all its steps."""
+        counts = SpeculationCounts()
+        for drafted, accepted in self.trace:
+            counts.add(drafted, accepted)
+        return counts
 
     def as_json(self) -> dict[str, Any]:
         """All of it under stable names, for answers and reports."""

@@ -102,6 +102,7 @@ class AWQ(Float16Format):
             "zero_point": True,
             "version": "gemm",
             "modules_to_not_convert": list(dense),
+            "lm_head": "lm_head" in schemes,
         }
 
 

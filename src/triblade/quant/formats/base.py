@@ -74,6 +74,7 @@ class CheckpointFormat(ABC):
     """One way of storing quantized modules; its name is the `quant_method` of config.json."""
 
     name: str
+    holds_embeddings: bool = False
     group_index: str | None = None  # suffix of the tensor with each input's group, in formats that have one
 
     @abstractmethod

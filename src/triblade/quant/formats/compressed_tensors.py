@@ -38,6 +38,7 @@ class CompressedTensors(CheckpointFormat):
     """Reads and writes compressed-tensors with integer weights."""
 
     name = settings.NAME
+    holds_embeddings = True
     group_index = "weight_g_idx"
 
     def modules(self, store: TensorStore, quantization: Mapping[str, Any]) -> dict[str, QuantizedModule]:

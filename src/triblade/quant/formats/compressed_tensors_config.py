@@ -103,7 +103,7 @@ def written(schemes: Mapping[str, QuantScheme], dense: Sequence[str]) -> dict[st
     whole = len(by_scheme) == 1
     groups = {
         f"group_{index}": {
-            "targets": ["Linear"] if whole else names,
+            "targets": _classes(names) if whole else names,
             "weights": _weights(scheme),
             "input_activations": _input_activations(scheme),
             "output_activations": None,
@@ -120,6 +120,10 @@ def written(schemes: Mapping[str, QuantScheme], dense: Sequence[str]) -> dict[st
         "kv_cache_scheme": None,
         "config_groups": groups,
     }
+
+
+def _classes(modules: Sequence[str]) -> list[str]:
+    return ["Linear", *(["Embedding"] if any(_is_embedding(module) for module in modules) else [])]
 
 
 def layout_of(scheme: QuantScheme) -> str:
@@ -205,4 +209,8 @@ def _matches(module: str, targets: Sequence[str]) -> bool:
 
 def _matches_class(module: str, targets: Sequence[str]) -> bool:
     """By class: every module is a Linear but the embedding."""
-    return ("Embedding" if module.endswith("embed_tokens") else "Linear") in targets
+    return ("Embedding" if _is_embedding(module) else "Linear") in targets
+
+
+def _is_embedding(module: str) -> bool:
+    return module.endswith("embed_tokens")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from triblade.models.decoder import Decoder, window_mask
+from triblade.ops.attention import unplanned
 from triblade.spec.align.text import Conversation
 from triblade.spec.align.unroll import Sequences
 
@@ -25,15 +27,22 @@ class Batches:
 
     Args:
         decoder: the target.
+        inner_layers: those whose states are wanted; see `target_hidden`.
         conversations: the text.
         batch_tokens: padded tokens of a batch, unless one conversation is longer.
         keep_bytes: memory for hidden states.
     """
 
     def __init__(
-        self, decoder: Decoder, conversations: Sequence[Conversation], batch_tokens: int, keep_bytes: int
+        self,
+        decoder: Decoder,
+        inner_layers: Sequence[int],
+        conversations: Sequence[Conversation],
+        batch_tokens: int,
+        keep_bytes: int,
     ) -> None:
         self._decoder = decoder
+        self._inner_layers = inner_layers
         self._members = _grouped(conversations, batch_tokens)
         self._kept: dict[int, Tensor] = {}
         self._keep_bytes = keep_bytes
@@ -55,7 +64,7 @@ class Batches:
         ids = torch.tensor(rows, device=device)  # [B, L]
         hidden = self._kept.get(index)
         if hidden is None:
-            hidden = target_hidden(self._decoder, ids).bfloat16()
+            hidden = target_hidden(self._decoder, ids, self._inner_layers).bfloat16()
             self._keep(index, hidden)
         return Sequences(
             ids=ids,
@@ -71,8 +80,11 @@ class Batches:
 
 
 @torch.no_grad()
-def target_hidden(decoder: Decoder, ids: Tensor) -> Tensor:
-    """Final-norm hidden states [B, L, C] of sequences [B, L]; padding on the right disturbs nobody."""
+def target_hidden(decoder: Decoder, ids: Tensor, inner_layers: Sequence[int] = ()) -> Tensor:
+    """States [B, L, F * C] of sequences [B, L]; padding on the right disturbs nobody.
+
+    The first C are final-norm hidden states, then follows the residual stream behind each of `inner_layers`.
+    """
     rows, length = ids.shape
     config, backend = decoder.config, decoder.backend
     positions = torch.arange(length, device=ids.device)
@@ -83,8 +95,17 @@ def target_hidden(decoder: Decoder, ids: Tensor) -> Tensor:
         mask = masks[config.layers[layer].window]
         return backend.attention(q, k, v, mask, config.attention_scale, config.attention_softcap).flatten(0, 1)
 
-    hidden: Tensor = decoder.forward(ids.flatten(), positions.repeat(rows), attend).unflatten(0, (rows, length))
+    inner = dict[int, Tensor]()
+    watch = partial(_note, inner, frozenset(inner_layers))
+    with unplanned():
+        final = decoder.forward(ids.flatten(), positions.repeat(rows), attend, watch)
+    hidden: Tensor = torch.cat((final, *(inner[layer] for layer in inner_layers)), -1).unflatten(0, (rows, length))
     return hidden
+
+
+def _note(found: dict[int, Tensor], wanted: frozenset[int], layer: int, x: Tensor) -> None:
+    if layer in wanted:
+        found[layer] = x
 
 
 def frequent_tokens(conversations: Sequence[Conversation], count: int, vocab_size: int) -> list[int]:

@@ -29,7 +29,7 @@ from triblade.spec.align.batches import Batches, frequent_tokens
 from triblade.spec.align.state import AlignState
 from triblade.spec.align.text import USER_TOKENS, Conversation, TextSource, check_prompts, read_prompts
 from triblade.spec.align.trainer import Recipe, Trainer, batch_order
-from triblade.spec.align.writer import BatchWriter, Writer
+from triblade.spec.align.writer import BatchWriter, Writer, lane_bytes
 from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,13 @@ MEASURED_GUESSES = 4
 CHECKPOINTS = 20  # over a training
 TIMED_STEPS = 4  # steps that say how many fit into the minutes
 TEMPLATE_TOKENS = 64  # that a chat template may add to the user's
-SEQUENCES = {"cuda": 4096, "cpu": 32}  # in lock step
-BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+SEQUENCES = {"cuda": 8192, "cpu": 32}  # in lock step, where memory allows
+LANES_SHARE = 0.8  # of the free memory, for those sequences
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
 KEEP_SHARE = 0.4  # of the free memory, for hidden states
 # Fields of AlignConfig that change the text, and those that change what is made of it.
 _TEXT_OPTIONS = ("answer_tokens", "seed", "dtype")
-_TRAINING_OPTIONS = ("draft_vocab_size", "bits", "window", "unrolled", "learning_rate")
+_TRAINING_OPTIONS = ("draft_vocab_size", "inner_layers", "bits", "window", "unrolled", "learning_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def align(config: AlignConfig, make_writer: Callable[[], Writer] | None = None) 
     conversations = session.state.conversations()
     trainer, acceptance = train(session, conversations)
     report = _report(session, conversations, acceptance)
-    facts = {"window": config.window, "training": _facts(session, report)}
+    facts = {"window": config.window, "inner_layers": session.inner_layers, "training": _facts(session, report)}
     num_bytes = save_eagle(config.output, session.facts, trainer.quantized(), facts)
     load_eagle(config.output, session.model)
     session.state.remove()
@@ -107,6 +108,7 @@ class Session:
         self.model: OpenModel = open_model(config.engine)
         log.info("aligning to %s on %s (%s)", self.model.name, self.device, reason)
         self.facts = target_facts(self.model)
+        self.inner_layers = spread_layers(self.model.config.num_layers, config.inner_layers)
         room = self.model.config.context_length - config.answer_tokens
         if room < TEMPLATE_TOKENS:
             raise ConfigError(
@@ -136,12 +138,17 @@ class Session:
     def batch_writer(self) -> Writer:
         """The dense target as a writer."""
         at_once = SEQUENCES[self.device.type]
+        if self.device.type == "cuda":
+            width = self.most_prompt_tokens + self.config.answer_tokens
+            lane = lane_bytes(self.model.config, width, self.decoder.dtype)
+            at_once = max(1, min(at_once, int(torch.cuda.mem_get_info()[0] * LANES_SHARE) // lane))
         return BatchWriter(self.decoder, self.model.vocab_size, self.model.eos_token_ids, at_once)
 
     def batches(self, conversations: Sequence[Conversation]) -> Batches:
         """Training batches."""
         free = torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else host.memory().available_bytes
-        return Batches(self.decoder, conversations, BATCH_TOKENS[self.device.type], int(free * KEEP_SHARE))
+        most_tokens = BATCH_TOKENS[self.device.type]
+        return Batches(self.decoder, self.inner_layers, conversations, most_tokens, int(free * KEEP_SHARE))
 
     def _text_source(self) -> TextSource:
         config, tokenizer = self.config, self.model.tokenizer
@@ -201,10 +208,16 @@ def train(session: Session, conversations: Sequence[Conversation]) -> tuple[Trai
             advance(1)
             if (number + 1) % every == 0 or number + 1 == total:
                 acceptance = measure_acceptance(trainer.head(), measured, MEASURED_GUESSES)
-                log.info("step %d of %d: loss %.3f, held out %s", number + 1, total, loss, acceptance)
+                log.info("step %d of %d: loss %.3f, held out %s", number + 1, total, float(loss), acceptance)
                 state.save_training(trainer.state(), number + 1, time.monotonic() - began)
                 began = time.monotonic()
     return trainer, acceptance or measure_acceptance(trainer.head(), measured, MEASURED_GUESSES)
+
+
+def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Up to `count` layers at equal distances from each other and from both ends."""
+    count = min(count, num_layers - 1)
+    return tuple((place + 1) * num_layers // (count + 1) - 1 for place in range(count))
 
 
 def hold_out(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
@@ -231,6 +244,7 @@ def _trainer(session: Session, token_ids: torch.Tensor, batches: Batches, total_
     recipe = Recipe(
         bits=config.bits,
         window=config.window,
+        inner_layers=session.inner_layers,
         unrolled=config.unrolled,
         total_steps=total_steps,
         learning_rate=config.learning_rate,

@@ -1,8 +1,9 @@
 """Conversations for training: prompts from a file or from the model itself, answers from the model as it is served.
 
 From nothing: the chat template up to the beginning of the user's turn, which an instruct model then writes itself (Magpie, Xu et
-al. 2024, section 2.1). A model without a template just writes. Answers are greedy and sampled in turn, because both are served. One
-call makes one shard, from its number alone, so that shards can be made again. Knows no files but the prompts.
+al. 2024, section 2.1), most often behind a few first words. A model without a template just writes. Answers are greedy and sampled
+in turn, because both are served. One call makes one shard, from its number alone, so that shards can be made again. Knows no files
+but the prompts.
 """
 
 from __future__ import annotations
@@ -18,26 +19,10 @@ from typing import Any
 
 from triblade.errors import ConfigError, RequestError
 from triblade.models.tokenizer import Tokenizer
+from triblade.spec.align.openings import beginnings
 from triblade.spec.align.writer import Writer
 
 USER_TOKENS = 128
-# Every second user begins like this, so that the text is not only about what the model would ask first. One list per language would
-# be better still; the model goes on in the language that it likes.
-OPENINGS = (
-    *("Write a", "Explain", "What is the", "How do I", "Why do", "Describe", "Give me", "Create a", "List", "Compare"),
-    *("Summarize", "Translate", "Imagine you are", "Design a", "Tell me about", "Which", "Solve", "Suggest", "Rewrite"),
-    *(
-        "Write a Python function that",
-        "What are the main",
-        "How can I",
-        "Compose",
-        "Is it",
-        "Act as",
-        "Calculate",
-        "Draft",
-    ),
-    *("Provide", "Identify", "Outline", "Who was", "When", "Develop a", "Discuss"),
-)
 USER_TEMPERATURES = (0.8, 1.0)
 ANSWER_TEMPERATURES = (0.0, 0.8)
 LONGEST_PERIOD = 64  # tokens of a loop that is noticed
@@ -105,10 +90,9 @@ class TextSource:
             bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
             numbers = random.Random(seed)
             return [[*bos, numbers.randrange(tokenizer.vocab_size)] for _ in range(count)]
-        openings = [OPENINGS[i // 2 % len(OPENINGS)] if i % 2 else "" for i in range(count)]
-        beginnings = {opening: user_beginning(tokenizer, opening) for opening in {*openings}}
-        temperatures = [USER_TEMPERATURES[i // 2 % len(USER_TEMPERATURES)] for i in range(count)]
-        turns = write([beginnings[opening] for opening in openings], USER_TOKENS, temperatures, seed)
+        openings = beginnings(tokenizer, count, seed)
+        temperatures = [USER_TEMPERATURES[i // 4 % len(USER_TEMPERATURES)] for i in range(count)]
+        turns = write([user_beginning(tokenizer, words) for words in openings], USER_TOKENS, temperatures, seed)
         pairs = [
             (opening, turn) for opening, turn in zip(openings, turns, strict=True) if turn and turn[-1] in self._end
         ]

@@ -23,9 +23,10 @@ from triblade.ops.backend import Linear
 from triblade.ops.packing import QuantizedMatrix
 from triblade.quant.packed_weights import group_for
 from triblade.quant.rtn import round_to_nearest
+from triblade.spec.align.loss import cross_entropy
 from triblade.spec.align.text import shard_seed
 from triblade.spec.align.unroll import Sequences, unroll
-from triblade.spec.eagle import MATRICES, NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
+from triblade.spec.eagle import INNER_NORMS, MATRICES, NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
 
 STEP_WEIGHT = 0.8  # loss weight of a guess relative to the one before it
 UNKNOWN_SHARE = 1 / 64  # of positions whose hidden state is hidden from the head
@@ -41,6 +42,7 @@ class Recipe:
 
     bits: int
     window: int | None
+    inner_layers: tuple[int, ...]  # whose states the head reads beside the final ones
     unrolled: int  # guesses of a chain
     total_steps: int
     learning_rate: float
@@ -66,10 +68,10 @@ class Trainer:
         self._token_ids = token_ids.to(target.device)
         self._rows = target.weights.head.weight[self._token_ids]  # [N, C], the target's head
         self._row_of = _row_of(self._token_ids, target.weights.embedding.weight.shape[0])
-        self._input_scale = _input_scale(target, sample)  # [2 C]
+        self._input_scale, self._inner_norms = _input_scales(target, sample)  # [(1 + F) C], [F - 1, C]
         config = head_config(target.config, recipe.window)
         generator = torch.Generator().manual_seed(recipe.seed)
-        shapes = matrix_shapes(config, len(token_ids))
+        shapes = matrix_shapes(config, len(token_ids), len(recipe.inner_layers))
         self._parameters = {
             name: _initial(name, shape, generator).to(target.device) for name, shape in shapes.items() if name != "head"
         }
@@ -84,8 +86,8 @@ class Trainer:
             config, self._dense(rounded=False), target.weights.embedding, target.backend, context_length
         )
 
-    def step(self, number: int, batch: Sequences) -> float:
-        """Train on one batch; the loss, in nats."""
+    def step(self, number: int, batch: Sequences) -> Tensor:
+        """Train on one batch; the loss [], in nats."""
         self._set_rates(number)
         rounded = number >= ROUNDED_FROM * self.recipe.total_steps
         with self._autocast():
@@ -95,7 +97,7 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return loss.detach()
 
     def head(self) -> EagleHead:
         """The head as it would be stored now."""
@@ -107,7 +109,7 @@ class Trainer:
     def quantized(self) -> EagleWeights[QuantizedMatrix]:
         """The weights, rounded."""
         matrices = {name: _rounded(self._matrix(name), self.recipe.bits) for name in MATRICES}
-        norms = {name: self._parameters[name].detach() for name in NORMS}
+        norms = {name: self._parameters[name].detach() for name in NORMS} | {INNER_NORMS: self._inner_norms}
         return EagleWeights.from_parts(matrices, norms, self._token_ids)
 
     def state(self) -> dict[str, Any]:
@@ -128,24 +130,30 @@ class Trainer:
     def _loss(self, head: EagleHead, batch: Sequences, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(shard_seed(self.recipe.seed, number))
         known = (torch.rand(batch.ids.shape, generator=generator) >= UNKNOWN_SHARE).to(batch.ids.device)
-        states = unroll(head, batch, self.recipe.unrolled, known)
         following = F.pad(self._row_of[batch.ids[:, 1:]], (0, 1), value=-1)  # [B, L]
+        places = [(batch.counted(i) & (following >= 0)).flatten().nonzero()[:, 0] for i in range(self.recipe.unrolled)]
+        wanted = self._wanted(batch, places[0])
         total = torch.zeros((), device=batch.ids.device)
-        for index, state in enumerate(states):
-            chosen = batch.counted(index) & (following >= 0)
-            softcap = self._target.config.logits_softcap
-            wanted = self._target.backend.logits(batch.hidden[chosen], Linear(self._rows), softcap).softmax(
-                -1
-            )  # [R, N]
-            given = head.logits(state[chosen]).log_softmax(-1)
-            total = total - STEP_WEIGHT**index * (wanted * given).sum() / max(1, len(given))
+        for index, state in enumerate(unroll(head, batch, self.recipe.unrolled, known)):
+            chosen = places[index]  # some of the first step's, both ascending
+            given = self._target.backend.linear(state.flatten(0, 1)[chosen], head.weights.head)  # [R, N]
+            same = wanted if index == 0 else wanted[torch.searchsorted(places[0], chosen)]
+            total = total + STEP_WEIGHT**index * cross_entropy(given, same) / max(1, len(chosen))
         return total
+
+    @torch.no_grad()
+    def _wanted(self, batch: Sequences, places: Tensor) -> Tensor:
+        """The target's distribution over the draft vocabulary behind R tokens of the flattened batch: [R, N]."""
+        config = self._target.config
+        final = batch.hidden[..., : config.hidden_size].flatten(0, 1)[places]
+        logits = self._target.backend.logits(final, Linear(self._rows), config.logits_softcap)
+        return logits.softmax(-1).to(self._target.dtype)
 
     def _dense(self, *, rounded: bool) -> EagleWeights[Linear]:
         matrices = {name: self._matrix(name) for name in MATRICES}
         if rounded:
             matrices = {name: _straight_through(matrix, self.recipe.bits) for name, matrix in matrices.items()}
-        norms = {name: self._parameters[name] for name in NORMS}
+        norms = {name: self._parameters[name] for name in NORMS} | {INNER_NORMS: self._inner_norms}
         return EagleWeights.from_parts({n: Linear(m) for n, m in matrices.items()}, norms, self._token_ids)
 
     def _matrix(self, name: str) -> Tensor:
@@ -158,7 +166,7 @@ class Trainer:
         others = [self._parameters[name] for name in ("head", *NORMS)]
         return [
             Muon(hidden, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+            AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=self._target.device.type == "cuda"),
         ]
 
     def _set_rates(self, number: int) -> None:
@@ -208,10 +216,21 @@ def _row_of(token_ids: Tensor, vocab_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def _input_scale(target: Decoder, sample: Sequences) -> Tensor:
-    """[2 C]: what makes each input of the head about 1, so that one learning rate fits embeddings and hidden states."""
-    embedded = target.backend.embed(
-        target.weights.embedding.weight, sample.ids.flatten(), target.config.embedding_scale
-    )
-    both = torch.cat((embedded.float(), sample.hidden.flatten(0, 1).float()), -1)
-    return both.square().mean(0).sqrt().clamp_min(_LEAST_SCALE).reciprocal()
+def _input_scales(target: Decoder, sample: Sequences) -> tuple[Tensor, Tensor]:
+    """What makes each input of the head about 1, so that one learning rate fits all of them.
+
+    The first, [(1 + F) C], becomes part of `fc`; the other, [F - 1, C], a norm of each inner state: those have channels hundreds of
+    times larger than others, which no group of four-bit weights can even out.
+    """
+    config, backend = target.config, target.backend
+    embedded = backend.embed(target.weights.embedding.weight, sample.ids.flatten(), config.embedding_scale)
+    final, *inner = sample.hidden.flatten(0, 1).split(config.hidden_size, -1)
+    ones = torch.ones(config.hidden_size, device=target.device)
+    levelled = [_inverse(backend.rms_norm(x, ones, config.rms_norm_eps)) for x in inner]
+    norms = torch.stack(levelled) if inner else ones.new_empty(0, config.hidden_size)
+    return torch.cat((_inverse(embedded), _inverse(final), ones.repeat(len(inner)))), norms
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """[R, C] -> [C]: one over the root of the mean square."""
+    return x.float().square().mean(0).sqrt().clamp_min(_LEAST_SCALE).reciprocal()

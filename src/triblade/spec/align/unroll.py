@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triblade.ops.attention import unplanned
 from triblade.spec.eagle import EagleHead
 
 
@@ -24,7 +25,7 @@ class Sequences:
     """Padded sequences and what the target made of them."""
 
     ids: Tensor  # [B, L] int64
-    hidden: Tensor  # [B, L, C], the target's, final norm included
+    hidden: Tensor  # [B, L, F * C], the target's; see `batches.target_hidden`
     first: Tensor  # [B] first token that counts
     lengths: Tensor  # [B] without padding
 
@@ -57,9 +58,9 @@ class UnrolledAttend:
         self._keys.append(keys.repeat_interleave(repeats, 1))  # [B, H, L, D]
         self._values.append(values.repeat_interleave(repeats, 1))
         allowed = self._allowed(queries.shape[2], q.device)
-        out = F.scaled_dot_product_attention(
-            queries, torch.cat(self._keys, 2), torch.cat(self._values, 2), allowed, scale=self._scale
-        )
+        all_keys, all_values = torch.cat(self._keys, 2), torch.cat(self._values, 2)
+        with unplanned():
+            out = F.scaled_dot_product_attention(queries, all_keys, all_values, allowed, scale=self._scale)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _allowed(self, length: int, device: torch.device) -> Tensor:
@@ -90,7 +91,7 @@ def unroll(head: EagleHead, batch: Sequences, steps: int, known: Tensor | None =
         before = before * known[..., None]
     states: list[Tensor] = []
     for _ in range(steps):
-        state = head.forward(batch.ids.flatten(), before.flatten(0, 1), positions, attend).view_as(batch.hidden)
+        state = head.forward(batch.ids.flatten(), before.flatten(0, 1), positions, attend).unflatten(0, (rows, length))
         states.append(state)
         before = _shifted(state)
     return states

@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triblade.models.config import ModelConfig
 from triblade.models.decoder import Decoder
+from triblade.ops.attention import unplanned
 from triblade.ops.backend import AttentionMask
 
 LOOK_EVERY = 32  # steps between looks at who is finished
@@ -59,7 +61,8 @@ class BatchWriter:
         for begin in range(0, len(prompts), self.at_once):
             part = slice(begin, begin + self.at_once)
             generator = torch.Generator(self._decoder.device).manual_seed(seed + begin)
-            written += self._write(prompts[part], max_tokens, temperatures[part], generator)
+            with unplanned():
+                written += self._write(prompts[part], max_tokens, temperatures[part], generator)
         return written
 
     @torch.inference_mode()
@@ -152,6 +155,12 @@ class _LockStep:
         """Go on with some of the sequences."""
         for layer in range(len(self._keys)):
             self._keys[layer], self._values[layer] = self._keys[layer][rows], self._values[layer][rows]
+
+
+def lane_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Memory of one of the sequences in lock step: keys, values, logits and the noise that draws from them."""
+    cache = config.num_layers * 2 * config.kv_size * tokens * dtype.itemsize
+    return cache + 4 * config.vocab_size * torch.float32.itemsize
 
 
 def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
