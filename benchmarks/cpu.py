@@ -193,7 +193,7 @@ def server(run: Run) -> None:
     options += ["--threads", str(args.threads), "--no-enable-prefix-caching"]
     rng = random.Random(args.seed)
     requests, prompt, new = LOAD
-    with run.engine(2048, CLIENTS) as ours, serving(args.model, options) as (port, _):
+    with run.engine(2048, CLIENTS) as ours, serving(args.model, options) as (port, _, _):
         for kept in run.rounds():
             kept["triblade generate"].append(
                 run.ask(ours, "generate", requests=requests, prompt=prompt, new=new)["rate"]
@@ -208,7 +208,7 @@ def starting(run: Run) -> None:
     options = ["--max-model-len", "2048", "--threads", str(run.args.threads), "--backend", "native"]
 
     def start(model: str, more: list[str]) -> float:
-        with serving(model, options + more) as (_, seconds):
+        with serving(model, options + more) as (_, _, seconds):
             return seconds
 
     rounded = partial(start, run.args.model, ["--quantization", "int4"])

@@ -1,4 +1,4 @@
-"""The HTTP server as `cpu.py` measures it: how soon it is ready, and how many tokens per second reach many clients.
+"""A server in a process of its own (for `cpu.py` and `soak.py`), and how many tokens per second it sends many clients.
 
 The clients are as cheap as can be (sockets read until they close, counted afterwards), since they share the machine with the
 server.
@@ -18,16 +18,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+MODEL = "benchmarked"  # the name that the server gives its model
 READY_S = 180
 POLL_S = 0.02
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 @contextmanager
-def serving(model: str, options: Sequence[str]) -> Iterator[tuple[int, float]]:
-    """A server's port, and the seconds from the start of its process until it was ready."""
+def serving(model: str, options: Sequence[str]) -> Iterator[tuple[int, subprocess.Popen[bytes], float]]:
+    """A server's port, its process, which has ended after the block, and the seconds from its start until it was ready."""
     port = free_port()
-    command = [sys.executable, "-m", "triblade", "serve", model, "--port", str(port), "--served-model-name", "cpu"]
+    command = [sys.executable, "-m", "triblade", "serve", model, "--port", str(port), "--served-model-name", MODEL]
     start = time.perf_counter()
     server = subprocess.Popen([*command, "--log-level", "warning", *options])
     try:
@@ -35,7 +36,7 @@ def serving(model: str, options: Sequence[str]) -> Iterator[tuple[int, float]]:
             if server.poll() is not None or time.perf_counter() - start > READY_S:
                 raise SystemExit("the server did not become ready")
             time.sleep(POLL_S)
-        yield port, time.perf_counter() - start
+        yield port, server, time.perf_counter() - start
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
@@ -62,7 +63,7 @@ def healthy(port: int) -> bool:
 def throughput(port: int, rng: random.Random, load: tuple[int, int, int], *, concurrency: int, stream: bool) -> float:
     """Output tokens per second of `load` = (requests, prompt tokens, new tokens), `concurrency` at a time."""
     requests, prompt, new = load
-    body = {"model": "cpu", "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": stream}
+    body = {"model": MODEL, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
     prompts = ([rng.randrange(100, 40000) for _ in range(prompt)] for _ in range(requests))

@@ -14,9 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,6 +23,7 @@ from typing import Any
 
 import httpx
 import psutil
+from cpu_server import MODEL, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 WORDS = (
@@ -46,7 +44,6 @@ WORDS = (
     "世界",
 )
 WARM_UP = 64
-READY_S = 180
 
 
 @dataclass
@@ -70,32 +67,14 @@ def main() -> None:
     parser.add_argument("--disconnect", type=float, default=0.1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "triblade",
-        "serve",
-        args.model,
-        "--port",
-        str(port),
-        "--served-model-name",
-        "soak",
-    ]
-    server = subprocess.Popen([*command, "--max-model-len", "2048", "--log-level", "warning"])
-    try:
+    with serving(args.model, ["--max-model-len", "2048"]) as (port, server, _):
         figures = asyncio.run(soak(f"http://127.0.0.1:{port}", psutil.Process(server.pid), args))
-    finally:
-        server.send_signal(signal.SIGTERM)
-        exit_code = server.wait(60)
-    figures["server_exit_code"] = exit_code
+    figures["server_exit_code"] = server.returncode
     text = json.dumps(figures, indent=1)
     if args.output:
         args.output.write_text(text + "\n")
     sys.stdout.write(text + "\n")
-    if not all(figures["checks"].values()) or exit_code:
+    if not all(figures["checks"].values()) or server.returncode:
         raise SystemExit("the soak found a difference")
 
 
@@ -103,7 +82,6 @@ async def soak(url: str, server: psutil.Process, args: argparse.Namespace) -> di
     """Warm up, run, wait until idle, compare."""
     limits = httpx.Limits(max_connections=args.concurrency, max_keepalive_connections=args.concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        await ready(client)
         await load(client, range(-WARM_UP, 0), args.concurrency, 0.0, Tally())
         before, memory_before = await idle_metrics(client), server.memory_info().rss
         tally, start = Tally(), time.monotonic()
@@ -161,7 +139,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, tally: Tally) -> No
     """One request; counts only a complete answer."""
     text = " ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 200)))
     stream, chat = rng.random() < 0.5, rng.random() < 0.5
-    body: dict[str, Any] = {"model": "soak", "max_tokens": rng.randint(1, 48), "temperature": rng.choice([0, 0.8, 1.2])}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": rng.randint(1, 48), "temperature": rng.choice([0, 0.8, 1.2])}
     body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     if stream:
@@ -192,18 +170,6 @@ async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]
     if data[-1] != "[DONE]":
         raise ValueError(f"the stream ended without [DONE]: {data[-1][:200]}")
     return [json.loads(event) for event in data[:-1]]
-
-
-async def ready(client: httpx.AsyncClient) -> None:
-    """Wait for the model."""
-    for _ in range(READY_S * 5):
-        try:
-            if (await client.get("/health")).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.2)
-    raise SystemExit("the server did not become ready")
 
 
 async def idle_metrics(client: httpx.AsyncClient) -> dict[str, float]:

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from triblade import __version__, console
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config.checks import require_at_least
 from triblade.conversation import converse, messages, print_error, stream, write
 from triblade.errors import TribladeError
 from triblade.sampling_params import SamplingParams
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-MODEL_COMMANDS = frozenset(
-    {"generate", "chat", "serve", "eval", "convert"}
-)  # take the model as --model or as first argument
+MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
+    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert"), "--model"),
+    "align": "--target",
+}
 
 MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
@@ -192,6 +194,8 @@ def evaluate(
     from triblade.quant.evaluate import evaluate_file
 
     console.setup_logging(log_level)
+    require_at_least("generations", generations, 0)
+    require_at_least("generation_tokens", generation_tokens, 1)
     report = evaluate_file(engine, text, context=context, max_tokens=max_tokens, against=against)
     if generations:
         rates = [_repetition(named, text, generations, generation_tokens) for named in _both(engine, against)]
@@ -290,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TribladeError as error:
         return _fail(error.message, error.hint, error.exit_code)
     except CycloptsError as error:
-        return _fail(_what_is_wrong(error), _where_to_look(arguments), BAD_OPTIONS)
+        return _fail(*_what_is_wrong(error, arguments), BAD_OPTIONS)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -303,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _name_the_model(arguments: Sequence[str]) -> list[str]:
     """`serve NAME ...` as `serve --model NAME ...`, `align NAME ...` as `align --target NAME ...`."""
     if len(arguments) > 1 and not arguments[1].startswith("-"):
-        option = "--target" if arguments[0] == "align" else "--model" if arguments[0] in MODEL_COMMANDS else None
+        option = MODEL_OPTIONS.get(arguments[0])
         return [arguments[0], option, *arguments[1:]] if option else list(arguments)
     return list(arguments)
 
@@ -312,10 +316,16 @@ def _print_report(report: DataclassInstance, as_json: bool) -> None:
     print(json.dumps(asdict(report)) if as_json else report)
 
 
-def _what_is_wrong(error: CycloptsError) -> str:
+def _what_is_wrong(error: CycloptsError, arguments: Sequence[str]) -> tuple[str, str]:
+    """Message and hint about options that cannot be read."""
+    command, hint = arguments[0], _where_to_look(arguments)
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument: {' '.join(error.unused_tokens or ())}", hint
     if isinstance(error, MissingArgumentError) and error.keyword is None and error.argument is not None:
-        return f"missing: {error.argument.name}"
-    return " ".join(str(error).split())
+        if error.argument.name == MODEL_OPTIONS.get(command):
+            return "missing: the model", f"it comes first: triblade {command} MODEL; {hint}"
+        return f"missing: {error.argument.name}", hint
+    return " ".join(str(error).split()), hint
 
 
 def _where_to_look(arguments: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ def _turn(llm: LLM, history: list[dict[str, Any]], line: str, params: SamplingPa
                 if interrupted.is_set():
                     break
     except TribladeError as error:
-        print_error(error.message, error.hint or "/reset forgets the conversation")
+        print_error(error.message, "; ".join(filter(None, (error.hint, "/reset forgets the conversation"))))
         return history
     write("\n")
     return [*asked, {"role": "assistant", "content": said}]

@@ -75,6 +75,7 @@ class QualityError(TribladeError):
 class RequestError(TribladeError):
     """A request is malformed; nothing was computed for it."""
 
+    exit_code = 2
     http_status = 400
     error_type = "invalid_request_error"
 

@@ -298,9 +298,11 @@ def test_what_the_kernels_do_not_run_is_said() -> None:
     assert why_not_native(odd, "int8", 16) == "head size 20 (native: a multiple of 16)"
     wide = model_config(native_tiny("llama", hidden_size=72, head_dim=16).hf_config)
     assert why_not_native(wide, "int8", 16) == "hidden size 72 (native: a multiple of 16)"
-    with pytest.raises(UnsupportedError, match=r"backend native .*block size 24"):
+    with pytest.raises(
+        UnsupportedError, match=r"backend native .*block size 24.*\n.*that, or use --backend reference$"
+    ):
         native_llm(block_size=24)
-    with pytest.raises(UnsupportedError, match=r"quantization int4 .*deterministic"):
+    with pytest.raises(UnsupportedError, match=r"quantization int4 .*deterministic.*\n.* without --quantization$"):
         native_llm(deterministic=True, quantization="int4", backend="auto")
 
 

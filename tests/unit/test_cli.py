@@ -45,7 +45,7 @@ class StandInLLM:
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
         self.prompts.append(text)
         if "too long" in text:
-            raise ContextLengthError("prompt of 9 tokens exceeds the context length: 8")
+            raise ContextLengthError("prompt of 9 tokens exceeds the context length: 8", hint="shorten it")
         for _ in range(text.rpartition("user:")[2].count("interrupt")):
             signal.raise_signal(signal.SIGINT)  # as if Ctrl-C came during a step
         if "nan" in text:
@@ -165,16 +165,24 @@ def test_sampling_flags_become_sampling_params() -> None:
     [
         (["generate", "absent", "--prompt", "x"], 1, "error: no such model: absent\nhint: give a folder\n"),
         (["generate", "m", "--prompt", "nan"], 1, "error: logits are not finite\n"),
-        (["generate", "m", "--prompt", "x", "--temperature", "-1"], 1, "error: temperature must be between 0 and 100"),
-        (["generate", "m", "--prompt", "too long"], 1, "error: prompt of 9 tokens exceeds the context length: 8\n"),
+        (["generate", "m", "--prompt", "x", "--temperature", "-1"], 2, "error: temperature must be between 0 and 100"),
+        (["generate", "m", "--prompt", "too long"], 2, "error: prompt of 9 tokens exceeds the context length: 8\n"),
         (["generate", "m", "--prompt", "interrupt"], 130, ""),
         (["generate", "m"], 2, "error: "),
         (["serve", "m", "--tensor-parallel-size", "2"], 2, "error: tensor_parallel_size must be 1 in this engine"),
         (["serve", "m", "--quantization", "awq"], 2, 'error: Invalid value "awq" for --quantization'),
         (["serve", "m", "--max-model-length", "2"], 2, "error: Unknown option: --max-model-length. Did you mean"),
         (["serve", "m", "--dtype", "int3"], 2, 'error: Invalid value "int3" for --dtype'),
-        (["serve", "m", "n"], 2, "error: "),
-        (["serve", "--port", "1"], 2, "error: "),
+        (["serve", "m", "n"], 2, "error: unexpected argument: n\n"),
+        (["serve", "--port", "1"], 2, "error: missing: the model\n"),
+        (
+            ["generate", "--prompt", "x", "m"],
+            2,
+            "error: missing: the model\nhint: it comes first: triblade generate MODEL",
+        ),
+        (["align", "--output", "o"], 2, "error: missing: the model\nhint: it comes first: triblade align MODEL"),
+        (["eval", "m", "--text", "t", "--generations", "-1"], 2, "error: generations must be at least 0, got: -1\n"),
+        (["eval", "m", "--text", "t", "--generation-tokens", "0"], 2, "error: generation_tokens must be at least 1"),
         (["sreve"], 2, "error: Unknown command"),
     ],
 )
@@ -299,7 +307,7 @@ def test_a_failed_turn_does_not_end_the_chat(
     assert converse(monkeypatch, "too long", "/what", "/reset", "fine") == 0
     err = capsys.readouterr().err
     assert "error: prompt of 9 tokens" in err
-    assert "hint: /reset" in err
+    assert "hint: shorten it; /reset forgets the conversation\n" in err
     assert "unknown command: /what" in err
     assert llms[0].prompts[-1] == "system:s|user:fine"
 

@@ -26,7 +26,8 @@ def test_every_error_has_an_exit_code_and_a_status(kind: type[TribladeError]) ->
     assert 400 <= kind.http_status < 600
     assert kind.error_type.endswith("_error")
     assert kind.__doc__
-    assert (kind.http_status == 400) == issubclass(kind, ConfigError | RequestError)
+    asks_for_the_wrong_thing = issubclass(kind, ConfigError | RequestError)
+    assert (kind.http_status == 400) == (kind.exit_code == 2) == asks_for_the_wrong_thing
 
 
 TABLE = Registry("codec", {"join": "os.path:join", "json": "json:dumps", "absent": "no_such_module_anywhere:x"})

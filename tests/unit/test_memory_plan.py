@@ -71,6 +71,8 @@ def test_explicit_sizes_are_obeyed() -> None:  # H09
     assert plan(kv_cache_memory_bytes=LAYOUT.row_bytes * 100 + 5, max_model_len=1600).num_kv_blocks == 100
     with pytest.raises(MemoryBudgetError):
         plan(num_kv_blocks=10, max_model_len=1024)
+    with pytest.raises(ConfigError, match=rf"kv_cache_memory_bytes must be at least {LAYOUT.row_bytes} .*, got: 5"):
+        plan(kv_cache_memory_bytes=5)
 
 
 def test_weights_alone_too_large() -> None:

@@ -168,6 +168,12 @@ def test_broken_json(live: Live, path: str, body: bytes) -> None:
     assert error(response, 400)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("body", "found"), [(b"[1]", "[1]"), (b"null", "null"), (b'"x"', "'x'"), (b"true", "true")])
+def test_a_body_that_is_no_object(live: Live, body: bytes, found: str) -> None:
+    response = live.http.post(CHATS, content=body, headers={"Content-Type": "application/json"})
+    assert error(response, 400)["message"] == f"the body: must be an object, got: {found}"
+
+
 def test_odd_but_right_json(live: Live) -> None:
     body = {"prompt": "a\u0000b", "user": "x" * 1000}  # a zero character is a character
     assert live.post(COMPLETIONS, body).status_code == 200

@@ -15,7 +15,6 @@ from hashlib import blake2b
 
 from triblade.errors import MemoryBudgetError
 
-ROOT = 0  # uid of the empty prefix
 HashFunction = Callable[[bytes, Sequence[int]], bytes]
 
 
@@ -35,6 +34,9 @@ class CachedBlock:
     digest: bytes
 
 
+ROOT = CachedBlock(block_id=-1, uid=0, parent_uid=0, tokens=(), digest=b"")  # the empty prefix, which needs no block
+
+
 class BlockPool:
     """Blocks 0 .. num_blocks - 1.
 
@@ -50,7 +52,7 @@ class BlockPool:
         self._free: dict[int, None] = dict.fromkeys(range(num_blocks))  # insertion order: least recently used first
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
-        self._next_uid = ROOT + 1
+        self._next_uid = ROOT.uid + 1
 
     @property
     def num_free(self) -> int:
@@ -94,14 +96,14 @@ class BlockPool:
 
         Returns the publication of this prefix, which is an earlier one if the prefix is cached already.
         """
-        digest = self._hash(parent.digest if parent else b"", tokens)
-        found = self._verified(digest, tokens, parent)
+        parent = parent or ROOT
+        digest, found = self._look_up(tokens, parent)
         if found is not None:
             return found
         self._forget(block)  # a block stands for one prefix
         if (stale := self._by_digest.get(digest)) is not None:
             self._forget(stale.block_id)
-        cached = CachedBlock(block, self._next_uid, parent.uid if parent else ROOT, tuple(tokens), digest)
+        cached = CachedBlock(block, self._next_uid, parent.uid, tuple(tokens), digest)
         self._next_uid += 1
         self._by_digest[digest] = self._by_block[block] = cached
         return cached
@@ -110,10 +112,7 @@ class BlockPool:
         """The longest chain of cached blocks that `tokens` begin with, at most `most` of them."""
         chain: list[CachedBlock] = []
         for start in range(0, most * block_size, block_size):
-            block_tokens = tokens[start : start + block_size]
-            parent = chain[-1] if chain else None
-            digest = self._hash(parent.digest if parent else b"", block_tokens)
-            found = self._verified(digest, block_tokens, parent)
+            _, found = self._look_up(tokens[start : start + block_size], chain[-1] if chain else ROOT)
             if found is None:
                 break
             chain.append(found)
@@ -133,11 +132,13 @@ class BlockPool:
         assert free == set(self._free), "the free list does not match the reference counts"
         assert {c.block_id: c for c in self._by_digest.values()} == self._by_block, "hash table and blocks disagree"
 
-    def _verified(self, digest: bytes, tokens: Sequence[int], parent: CachedBlock | None) -> CachedBlock | None:
+    def _look_up(self, tokens: Sequence[int], parent: CachedBlock) -> tuple[bytes, CachedBlock | None]:
+        """The digest of the prefix that ends with these tokens, and its publication, compared token by token."""
+        digest = self._hash(parent.digest, tokens)
         found = self._by_digest.get(digest)
-        if found is None or found.parent_uid != (parent.uid if parent else ROOT) or found.tokens != tuple(tokens):
-            return None
-        return found
+        if found is None or found.parent_uid != parent.uid or found.tokens != tuple(tokens):
+            return digest, None
+        return digest, found
 
     def _forget(self, block: int) -> None:
         cached = self._by_block.pop(block, None)

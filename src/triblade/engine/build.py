@@ -135,9 +135,8 @@ def choose_kernels(config: EngineConfig, model: OpenModel, device: torch.device)
         return fast
     if config.backend == "native" or config.quantization is not None:
         wanted = "backend native" if config.backend == "native" else f"quantization {config.quantization}"
-        raise UnsupportedError(
-            f"{wanted} is not possible here: {reason}", hint="use --backend reference without quantization"
-        )
+        instead = "--backend reference" + (" without --quantization" if config.quantization is not None else "")
+        raise UnsupportedError(f"{wanted} is not possible here: {reason}", hint=f"change that, or use {instead}")
     log.info("reference backend: %s", reason)
     return "reference"
 

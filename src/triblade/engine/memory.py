@@ -97,19 +97,28 @@ def _wanted_context(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(config: EngineConfig, layout: KVLayout, context: int, room_bytes: int) -> int:
-    """Blocks of the pool: as told, or enough for a few full contexts within the room there is."""
+    """Blocks of the pool: as told, or enough for a few full contexts within the room there is.
+
+    Raises:
+        ConfigError: the memory asked for does not hold a block.
+        MemoryBudgetError: the room there is does not.
+    """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    if config.kv_cache_memory_bytes is not None:
-        blocks = config.kv_cache_memory_bytes // layout.row_bytes
-    else:
-        contexts = min(DEFAULT_CONTEXTS, config.max_num_seqs)
-        blocks = min(contexts * layout.blocks_for(context), room_bytes // layout.row_bytes)
+    if (told_bytes := config.kv_cache_memory_bytes) is not None:
+        if told_bytes < layout.row_bytes:
+            needed = f"at least {layout.row_bytes} (one block)"
+            raise ConfigError(
+                f"kv_cache_memory_bytes must be {needed}, got: {told_bytes}", param="kv_cache_memory_bytes"
+            )
+        return told_bytes // layout.row_bytes
+    contexts = min(DEFAULT_CONTEXTS, config.max_num_seqs)
+    blocks = min(contexts * layout.blocks_for(context), room_bytes // layout.row_bytes)
     if blocks < 1:
         raise MemoryBudgetError(
             f"no room for a KV cache: one block takes {layout.row_bytes} bytes, {max(room_bytes, 0)} are left "
             "after weights and activations",
-            hint="use a smaller model or --dtype bfloat16, or raise --gpu-memory-utilization or --kv-cache-memory-bytes",
+            hint="use a smaller model or --dtype bfloat16, or raise --gpu-memory-utilization",
         )
     return blocks
 

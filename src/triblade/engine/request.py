@@ -55,9 +55,8 @@ class Request:
     num_computed_tokens: int = 0  # scheduler; tokens whose KV is in `block_table`
     num_cached_tokens: int = 0  # scheduler; prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0  # scheduler
-    block_table: array[int] = field(
-        default_factory=lambda: array("i")
-    )  # scheduler; int32, read by native code as it is
+    # scheduler; ids of its blocks in order, int32 because native code reads them as they are
+    block_table: array[int] = field(default_factory=lambda: array("i"))
     published: list[CachedBlock] = field(default_factory=list)  # scheduler; one per leading full block
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the next step cannot sample for this request in a step of one token (plus drafts)."""
+        """Whether more than the last known token lacks KV: one token (plus drafts) would not lead to a sample yet."""
         return self.num_computed_tokens < len(self.token_ids) - 1
 
     @property

@@ -15,6 +15,7 @@ import bisect
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from triblade.engine.block_pool import BlockPool, CachedBlock
 from triblade.engine.request import Request, Status
@@ -47,10 +48,10 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step."""
+    """One step; false when there is nothing to compute."""
 
     scheduled: list[ScheduledRequest]
-    preempted: list[Request]
+    preempted: list[Request]  # lost their blocks and wait again
     starved: list[Request]  # cannot get a block even with the pool to themselves; the engine ends them
 
     def __bool__(self) -> bool:
@@ -145,7 +146,7 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         """Decodes first, so that a long prompt never stalls a stream. Returns the budget that is left."""
-        for request in sorted(self.running, key=lambda r: r.is_prefilling):
+        for request in sorted(self.running, key=attrgetter("is_prefilling")):
             if budget == 0:
                 break
             if request.status is not Status.RUNNING:  # preempted by one before it

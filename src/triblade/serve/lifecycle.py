@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         self._state.drain()
         loop, seconds = asyncio.get_running_loop(), self._state.config.drain_timeout_s
         if self._state.num_in_flight:
-            logger.info("draining: %d requests have %g s to finish", self._state.num_in_flight, seconds)
+            logger.info("draining: %g s to finish, requests in flight: %d", seconds, self._state.num_in_flight)
         loop.call_later(seconds, self._state.stop_all, DrainingError("the server is shutting down"))
         loop.call_later(seconds + ABORT_GRACE_S, self._cut)
         await super().shutdown(sockets)
@@ -176,10 +176,10 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: object, *arguments: object) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
     """Call in the loop's thread, unless the loop is over."""
     try:
-        loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]
+        loop.call_soon_threadsafe(call, *arguments)
     except RuntimeError:
         logger.debug("the server ended before the model was loaded")
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ISSUES = 3  # of one request, told at once
 JSON_TYPE = "application/json"
+NO_OBJECT = frozenset({"model_type", "model_attributes_type", "dict_type"})  # pydantic says it in the words of Python
 # Codes of errors that are defined outside of this package.
 CODES: Mapping[type[TribladeError], str] = {
     ContextLengthError: "context_length_exceeded",
@@ -130,6 +131,8 @@ def _issue(issue: Mapping[str, Any]) -> str:
     words = str(issue["msg"]).removeprefix("Value error, ")
     if issue["type"] == "missing":
         return f"{field or 'the body'} is required"
+    if issue["type"] in NO_OBJECT:
+        words = "must be an object"
     return f"{field or 'the body'}: {words[:1].lower()}{words[1:]}, got: {_short(issue.get('input'))}"
 
 
@@ -141,6 +144,8 @@ def _field(issue: Mapping[str, Any]) -> str | None:
 
 def _short(value: Any) -> str:
     """A value as the reader knows it, cut to a line whatever its size and depth."""
+    if value is None or isinstance(value, bool):
+        return dumps(value).decode()
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = 80
     brief.maxdict = brief.maxlist = brief.maxlevel = 3

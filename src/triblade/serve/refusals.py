@@ -37,8 +37,8 @@ def _none(value: Any) -> bool:
     return value in (None, "none")
 
 
-_STRUCTURED = Refusal("structured output is not supported; ask for the format in the prompt and check the answer")
-_TOOLS = Refusal("tool calls are not supported; describe the tools in the prompt, or send tool_choice: none")
+_STRUCTURED = Refusal("ask for the format in the prompt and check the answer")
+_TOOLS = Refusal("describe the tools in the prompt, or send tool_choice: none")
 _TEXT_IN = Refusal("this server reads text and token ids only")
 
 COMMON: Mapping[str, Refusal] = {
@@ -50,10 +50,10 @@ COMMON: Mapping[str, Refusal] = {
     "guided_decoding_backend": _STRUCTURED,
     "structured_outputs": _STRUCTURED,
     "response_format": Refusal(_STRUCTURED.reason, _plain_text),
-    "use_beam_search": Refusal("beam search is not supported"),
-    "length_penalty": Refusal("beam search is not supported", lambda value: value in (None, 1)),
+    "use_beam_search": Refusal("there is no beam search"),
+    "length_penalty": Refusal("there is no beam search", lambda value: value in (None, 1)),
     "truncate_prompt_tokens": Refusal("shorten the prompt before sending it"),
-    "logits_processors": Refusal("custom logits processors are not supported"),
+    "logits_processors": Refusal("use logit_bias, allowed_token_ids or bad_words"),
     "return_tokens_as_token_ids": Refusal("use return_token_ids"),
     "cache_salt": Refusal("the prefix cache is shared by all requests; start the server without one"),
     "kv_transfer_params": Refusal("KV transfer is not controlled by requests"),
@@ -68,9 +68,9 @@ CHAT: Mapping[str, Refusal] = {
     "tool_choice": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
     "functions": _TOOLS,
     "function_call": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
-    "audio": Refusal("audio output is not supported"),
+    "audio": Refusal("text is the only output"),
     "modalities": Refusal("text is the only output", _text_only),
-    "web_search_options": Refusal("web search is not supported"),
+    "web_search_options": Refusal("put what was found into the messages"),
     "documents": Refusal("put the documents into the messages, or into chat_template_kwargs"),
     "mm_processor_kwargs": _TEXT_IN,
     "echo": Refusal("use continue_final_message to go on with a message"),

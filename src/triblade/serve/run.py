@@ -71,8 +71,9 @@ def bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         hint = HINTS.get(error.errno or 0, "check --host and --port")
-        where = f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on port {config.port} ({where}): {error.strerror}", hint=hint) from error
+        raise ConfigError(
+            f"cannot listen on port {config.port} of {config.host}: {error.strerror}", hint=hint
+        ) from error
     return listener
 
 
