@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Greedy tokens with every drafter against those without, on a real model: alone, batched, in chunks, preempted, from a warm prefix.
+"""Greedy tokens with every drafter against those without, on a real model: alone, batched, chunked, preempted, warm prefix.
 
     python benchmarks/greedy_speculation.py --backend native --output FILE.json
         [--model smollm2-135m] [--drafters suffix self eagle draft:MODEL] [--ways alone batched ...] [--prompts 100]
@@ -73,7 +73,16 @@ class Comparison:
     def compare(self, drafter: str, way: str) -> None:
         """One drafter in one way of serving, from where it stopped."""
         name = f"{drafter.partition(':')[0]}, {way}"
-        fresh = {"prompts": 0, "equal": 0, "nats": [], "drafted": 0, "accepted": 0, "steps": 0, "preemptions": 0, "cached": 0}
+        fresh = {
+            "prompts": 0,
+            "equal": 0,
+            "nats": [],
+            "drafted": 0,
+            "accepted": 0,
+            "steps": 0,
+            "preemptions": 0,
+            "cached": 0,
+        }
         row = self.figures["rows"].setdefault(name, fresh)
         if row["prompts"] >= len(self.figures["plain"]):
             return

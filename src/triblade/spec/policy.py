@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 DEFAULT_MAX_LENGTH = 8
+FEW_REQUESTS = 4  # with fewer, the first lengths are
+FIRST_LENGTHS = (0, 0, 0, 1, 2, 0, 1, 2, 1, 0, 2, 1)  # so that what is compared at first was measured more than once
 
 
 class DraftPolicy(Protocol):
@@ -109,9 +111,9 @@ class PolicySettings:
     request_keep: float = 0.94  # a request's last 17 tries of a position count
     shared_keep: float = 0.98  # of all requests together the last 50,
     usual_keep: float = 0.995  # and of their first tokens the last 200, for the long run
-    request_fade: float = 0.97  # what a step without drafts leaves of these counts,
-    shared_fade: float = 0.985
-    usual_fade: float = 0.994  # so that a bad stretch is forgiven after a time as long as the evidence was strong
+    request_fade: float = 0.98  # what a step without drafts leaves of these counts,
+    shared_fade: float = 0.99
+    usual_fade: float = 0.996  # so that a bad stretch is forgiven after a time as long as the evidence was strong
     patience: float = 0.03  # share of the rate that may be lost for what pays in the long run
     plain_steps_first: int = 3  # before anything is drafted
     detour_worth: float = 0.8  # share of the best rate that is expected of it at least
@@ -166,6 +168,8 @@ class AdaptivePolicy:
         """See `DraftPolicy.lengths`."""
         if self._step_cost.is_empty or self._steps < self._settings.plain_steps_first:
             return [0] * len(candidates)  # without a plain step to compare with, nobody knows what drafts gain
+        if self._steps < len(FIRST_LENGTHS) and len(candidates) < FEW_REQUESTS:
+            return [self._rule.apply(c, min(FIRST_LENGTHS[self._steps], self._settings.max_length)) for c in candidates]
         numbers = {candidate.number for candidate in candidates}
         if self._is_due(len(candidates)) or not numbers <= self._chosen.keys():
             self._decide(candidates)
@@ -188,8 +192,7 @@ class AdaptivePolicy:
         for outcome in record.verified:
             self._observe_request(outcome)
         if not any(outcome.asked for outcome in record.verified):
-            self._shared.accepted.fade(self._settings.shared_fade)
-            self._usual.fade(self._settings.usual_fade)
+            self._forgive()
         self._detours.observe(self._steps, is_plain=not any(outcome.proposed for outcome in record.verified))
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
@@ -229,9 +232,14 @@ class AdaptivePolicy:
         if habits is None:
             habits = self._habits[outcome.number] = _Habits(self._settings.max_length, self._settings.request_keep)
         habits.observe(outcome)
-        if outcome.asked == 0:
-            habits.accepted.fade(self._settings.request_fade)
         self._probes.observe(outcome, self._steps)
+
+    def _forgive(self) -> None:
+        """Nobody drafts: what speaks against it grows old and is not renewed."""
+        for habits in self._habits.values():
+            habits.accepted.fade(self._settings.request_fade)
+        self._shared.accepted.fade(self._settings.shared_fade)
+        self._usual.fade(self._settings.usual_fade)
 
     def _decide(self, candidates: Sequence[Candidate]) -> None:
         """Choose lengths; one that was chosen before changes only if that makes its request faster by `gain`."""
@@ -290,7 +298,8 @@ class AdaptivePolicy:
     def _prospects(self, candidates: Iterable[Candidate]) -> list[Prospect]:
         settings = self._settings
         (usual,) = self._usual.estimates([settings.first_acceptance], settings.first_weight)
-        accepted = self._shared.accepted.estimates([usual] * settings.max_length, settings.first_weight)
+        first = min(usual, settings.first_acceptance)  # a bad name lasts longer than a good one
+        accepted = self._shared.accepted.estimates([first] * settings.max_length, settings.first_weight)
         offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.first_weight)
         prospects = []
         for candidate in candidates:

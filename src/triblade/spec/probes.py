@@ -18,7 +18,7 @@ class ProbeSettings:
     probe_steps: int = 4  # with drafts verified
     probe_patience: int = 32  # steps after which a probe ends, drafts or not
     probe_after: int = 32  # steps until the first probe; doubles with every probe in vain
-    probe_after_at_most: int = 1024
+    probe_after_at_most: int = 2048
     plain_every: int = 128  # at least one step in so many is plain, and
     detour_every: int = (
         32  # one in so many plain, or with a token more or less than chosen, where that is nearly as good;

@@ -18,7 +18,7 @@ from statistics import median_low
 EXACT_ROWS = 32  # up to here every number of rows is an entry of its own
 BUCKET_RATIO = 1.1  # beyond, an entry spans this ratio
 GROWTH = 0.2  # until more is known, twice the rows take 2 ** GROWTH times as long
-SMOOTHING = 0.3  # rows within a ratio of e to this power tell something about each other
+SMOOTHING = 0.2  # rows within a ratio of e to this power tell something about each other
 MIN_SPAN = 1.25  # measured rows must span this ratio to tell the growth beyond them
 RECENT_STEPS = 9  # that a step is compared with
 CALM = 0.1  # spread of the recent steps, as a share, at which a comparison counts half
@@ -129,12 +129,14 @@ class StepCost:
         return RowTimes([rows for rows, _, _ in points], [math.exp(mean) for mean in means])
 
     def _compare(self, entry: _Entry, bucket: int, residual: float, rows: int) -> None:
-        """Learn how an entry's time stands to those of the recent steps, as far as these have other rows and agree."""
-        others = sum(other != bucket for other, _ in self._recent) / len(self._recent)
+        """Learn how an entry's time stands to those of the recent steps with other rows, as far as all of them agree."""
+        others = [value for other, value in self._recent if other != bucket]
+        if not others:
+            return
         spread = median_low([abs(value - self._level) for _, value in self._recent])
-        trust = others / (1.0 + (spread / CALM) ** 2)
+        trust = len(others) / len(self._recent) / (1.0 + (spread / CALM) ** 2)
         weight = entry.weight_at(self._step)
-        surprise = _within(residual - self._level, SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
+        surprise = _within(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
         share = trust / (weight + trust)
         entry.log_time += share * surprise
         entry.rows += share * (rows - entry.rows)
