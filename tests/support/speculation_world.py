@@ -15,6 +15,7 @@ from triblade.spec.policy import Candidate, DraftPolicy, FixedPolicy, StepRecord
 Acceptance = Callable[[int, int], Sequence[float]]  # (request, step) -> chance by position
 
 ENDLESS = 10**9  # tokens
+BURST_STEPS = 60
 
 
 def cpu_like_s(rows: int) -> float:
@@ -25,6 +26,11 @@ def cpu_like_s(rows: int) -> float:
 def accelerator_like_s(rows: int) -> float:
     """Nearly flat up to 64 rows."""
     return 1.0 + 0.002 * (rows - 1) + 0.02 * max(0, rows - 64)
+
+
+def two_cores_s(rows: int) -> float:
+    """As measured with a small model in four bits on two cores; every row costs more than the one before, up to the fourth."""
+    return (1.0, 1.09, 1.23, 1.43, 1.62)[rows - 1] if rows <= 5 else 1.62 + 0.18 * (rows - 5)
 
 
 @dataclass
@@ -56,7 +62,9 @@ class World:
         offers: chance that the drafter offers each token, given that it offered those before.
         target_s: seconds of a step by its rows.
         depth_s, token_s: seconds of drafting per token in a row, and per token of all requests.
+        once_s: seconds of drafting at all.
         jitter: share by which measured times vary; with `outliers` as the chance of one five times as long.
+        bursts: share of the steps in stretches of 60, of which every other one takes five times as long.
     """
 
     acceptance: Acceptance
@@ -66,14 +74,17 @@ class World:
     target_s: Callable[[int], float] = cpu_like_s
     depth_s: float = 0.06
     token_s: float = 0.0
+    once_s: float = 0.0
     jitter: float = 0.0
     outliers: float = 0.0
+    bursts: float = 0.0
 
     def run(self, policy: DraftPolicy, steps: int, seed: int = 0) -> Run:
         """Let a policy decide for so many steps."""
         randomness = random.Random(seed)
         run = Run()
         left = {number: float(self.tokens_each or ENDLESS) for number in range(self.batch)}
+        burst_until = 0
         for step in range(steps):
             candidates = [Candidate(number, 10, ENDLESS) for number in left]
             lengths = policy.lengths(candidates)
@@ -85,9 +96,12 @@ class World:
             ended = [number for number, tokens in left.items() if tokens <= 0]
             verified = [replace(outcome, is_last=outcome.number in ended) for outcome in verified]
             rows = sum(1 + outcome.proposed for outcome in verified)
-            target_s, draft_s = self.target_s(rows), self.depth_s * max(lengths) + self.token_s * sum(lengths)
+            target_s, draft_s = self.target_s(rows), self._draft_s(lengths)
             run.seconds += target_s + draft_s
-            measured = [self._measured(randomness, seconds) for seconds in (target_s, draft_s)]
+            if randomness.random() < self.bursts / BURST_STEPS:
+                burst_until = step + BURST_STEPS
+            outliers = 0.5 if step < burst_until else self.outliers
+            measured = [self._measured(randomness, seconds, outliers) for seconds in (target_s, draft_s)]
             policy.observe(StepRecord(verified, rows, *measured))
             for number in ended:
                 policy.forget(number)
@@ -107,9 +121,12 @@ class World:
         proposed = _run_length(randomness, [self.offers] * asked)
         return Verified(number, asked, proposed, _run_length(randomness, self.acceptance(number, step)[:proposed]))
 
-    def _measured(self, randomness: random.Random, seconds: float) -> float:
+    def _draft_s(self, lengths: Sequence[int]) -> float:
+        return self.once_s * any(lengths) + self.depth_s * max(lengths) + self.token_s * sum(lengths)
+
+    def _measured(self, randomness: random.Random, seconds: float, outliers: float) -> float:
         measured = seconds * max(0.1, randomness.gauss(1.0, self.jitter))
-        return 5.0 * measured if randomness.random() < self.outliers else measured
+        return 5.0 * measured if randomness.random() < outliers else measured
 
 
 def constant(*chances: float) -> Acceptance:

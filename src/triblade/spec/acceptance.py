@@ -36,6 +36,11 @@ class PositionCounts:
             self._trials[position] = self._trials[position] * self._keep + (position <= hits)
             self._hits[position] = self._hits[position] * self._keep + (position < hits)
 
+    def fade(self, keep: float) -> None:
+        """Nothing was tried for a while: a share of the counts is forgotten, and estimates go back to where they began."""
+        self._trials = [keep * count for count in self._trials]
+        self._hits = [keep * count for count in self._hits]
+
     def estimates(self, base: Sequence[float], weight: float) -> list[float]:
         """Chance of each position, given that all before it succeeded.
 

@@ -15,49 +15,30 @@ not pay gets none, and is probed again after ever longer pauses; now and then a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from triblade.spec.acceptance import PositionCounts
-from triblade.spec.step_cost import DraftCost, StepCost
+from triblade.spec.draft_cost import DraftCost
+from triblade.spec.draft_lengths import DraftSearch, Prospect
+from triblade.spec.outcomes import Candidate, StepRecord, Verified
+from triblade.spec.probes import PLAIN, Detour, Detours, Probes, ProbeSettings
+from triblade.spec.step_cost import RowTimes, StepCost
+
+__all__ = [
+    "AdaptivePolicy",
+    "Candidate",
+    "DraftPolicy",
+    "FixedPolicy",
+    "PolicySettings",
+    "PromptRule",
+    "StepRecord",
+    "Verified",
+]
 
 DEFAULT_MAX_LENGTH = 8
-NEGLIGIBLE = 0.02  # a token less likely than this is not worth the thought
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request that decodes in the next step."""
-
-    number: int
-    num_prompt_tokens: int
-    room: int  # tokens it may still get; a step with k drafts commits up to k + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What became of the drafts of one request in one step."""
-
-    number: int
-    asked: int  # what `lengths` said
-    proposed: int  # what the drafter offered of it; 0 is no verdict on its quality
-    accepted: int  # of these, and committed
-    is_last: bool = False  # the request ended with this step: what it did not accept was not judged
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step: its decoding requests, its rows, and its times."""
-
-    verified: Sequence[Verified]
-    rows: int  # tokens computed, chunks of prompts included
-    target_s: float
-    draft_s: float | None  # for proposing what this step verified; None where it took other work, too
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Chunks of prompts cost otherwise than rows that are verified."""
-        return self.rows == sum(1 + each.proposed for each in self.verified)
+FEW_REQUESTS = 4  # with fewer, the first lengths are
+FIRST_LENGTHS = (0, 0, 0, 1, 2, 0, 1, 2, 1, 0, 2, 1)  # so that what is compared at first was measured more than once
 
 
 class DraftPolicy(Protocol):
@@ -125,20 +106,23 @@ class PolicySettings:
     max_length: int = DEFAULT_MAX_LENGTH
     gain: float = 0.02  # a request must get faster by this share for its length to change
     first_acceptance: float = 0.5  # assumed of each position before anything is known
-    first_weight: float = 2.0  # tries that this assumption counts for
+    first_weight: float = 8.0  # tries that this assumption counts for
     prior_weight: float = 6.0  # tries of a request that the average of all requests counts for
     request_keep: float = 0.94  # a request's last 17 tries of a position count
-    shared_keep: float = 0.98  # of all requests together the last 50
+    shared_keep: float = 0.98  # of all requests together the last 50,
+    usual_keep: float = 0.995  # and of their first tokens the last 200, for the long run
+    request_fade: float = 0.98  # what a step without drafts leaves of these counts,
+    shared_fade: float = 0.99
+    usual_fade: float = 0.996  # so that a bad stretch is forgiven after a time as long as the evidence was strong
+    patience: float = 0.03  # share of the rate that may be lost for what pays in the long run
     plain_steps_first: int = 3  # before anything is drafted
-    plain_every: int = 128  # at least one step in so many is plain
-    decide_every: int = 6  # steps between decisions while the batch stays the same
+    detour_worth: float = 0.8  # share of the best rate that is expected of it at least
+    decide_every: int = 4  # steps between decisions while the batch stays the same; doubles while they change nothing
+    decide_every_at_most: int = 12
     learning_steps: int = 16  # first steps, with a decision after each
     growth: float = 1.5  # no decision goes beyond this many times the rows measured so far, plus 2
     probe_length: int = 2
-    probe_steps: int = 4  # with drafts verified
-    probe_patience: int = 32  # steps after which a probe ends, drafts or not
-    probe_after: int = 32  # steps until the first probe; doubles with every probe in vain
-    probe_after_at_most: int = 2048
+    probes: ProbeSettings = field(default_factory=ProbeSettings)
 
 
 class _Habits:
@@ -155,15 +139,6 @@ class _Habits:
         self.accepted.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prospect:
-    """What drafts of a request promise."""
-
-    likelihood: list[float]  # by position: that it is accepted, if it is offered; falls from one to the next
-    rows: list[float]  # by length, from 0: expected rows of the step
-    tokens: list[float]  # by length, from 0: expected tokens of the step
-
-
 class AdaptivePolicy:
     """Learns acceptance and costs, and chooses the lengths that commit most tokens per second.
 
@@ -178,26 +153,35 @@ class AdaptivePolicy:
         self._step_cost = StepCost()
         self._draft_cost = DraftCost()
         self._shared = _Habits(settings.max_length, settings.shared_keep)
+        self._usual = PositionCounts(1, settings.usual_keep)
         self._habits: dict[int, _Habits] = {}
         self._chosen: dict[int, int] = {}
-        self._probes = _Probes(settings)
+        self._probes = Probes(settings.probes)
+        self._detours = Detours(settings.probes)
+        self._worth: list[Detour] = []  # at the last decision
+        self._row_times: RowTimes | None = None  # at the last decision
         self._steps = 0  # observed
         self._decided_at = 0
-        self._plain_at = 0
+        self._pause = settings.decide_every
 
     def lengths(self, candidates: Sequence[Candidate]) -> list[int]:
         """See `DraftPolicy.lengths`."""
-        if self._must_be_plain():
-            return [0] * len(candidates)
+        if self._step_cost.is_empty or self._steps < self._settings.plain_steps_first:
+            return [0] * len(candidates)  # without a plain step to compare with, nobody knows what drafts gain
+        if self._steps < len(FIRST_LENGTHS) and len(candidates) < FEW_REQUESTS:
+            return [self._rule.apply(c, min(FIRST_LENGTHS[self._steps], self._settings.max_length)) for c in candidates]
         numbers = {candidate.number for candidate in candidates}
         if self._is_due(len(candidates)) or not numbers <= self._chosen.keys():
             self._decide(candidates)
+        shift = self._detours.choose(self._worth, self._steps)
+        if shift is PLAIN:
+            return [0] * len(candidates)
         probe_length = min(self._settings.probe_length, self._settings.max_length)
         probed = self._probes.choose([number for number in numbers if self._chosen[number] == 0], self._steps)
         lengths = []
         for candidate in candidates:
-            length = probe_length if candidate.number == probed else self._chosen[candidate.number]
-            lengths.append(self._rule.apply(candidate, length))
+            chosen = self._shifted(self._chosen[candidate.number], shift)
+            lengths.append(self._rule.apply(candidate, probe_length if candidate.number == probed else chosen))
         return lengths
 
     def observe(self, record: StepRecord) -> None:
@@ -207,13 +191,14 @@ class AdaptivePolicy:
         self._steps += 1
         for outcome in record.verified:
             self._observe_request(outcome)
-        if not any(outcome.proposed for outcome in record.verified):
-            self._plain_at = self._steps
+        if not any(outcome.asked for outcome in record.verified):
+            self._forgive()
+        self._detours.observe(self._steps, is_plain=not any(outcome.proposed for outcome in record.verified))
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
-            if record.draft_s is not None:
+            if record.draft_s is not None and not self._step_cost.is_empty:
                 asked = [outcome.asked for outcome in record.verified]
-                self._draft_cost.observe(max(asked), sum(asked), record.draft_s)
+                self._draft_cost.observe(max(asked), sum(asked), record.draft_s / self._step_cost.level_s)
 
     def forget(self, number: int) -> None:
         """See `DraftPolicy.forget`."""
@@ -223,23 +208,24 @@ class AdaptivePolicy:
 
     def plain_step_s(self, num_requests: int) -> float | None:
         """See `DraftPolicy.plain_step_s`."""
-        return None if self._step_cost.is_empty else self._step_cost.seconds(num_requests)
+        return None if self._step_cost.is_empty else self._times().at(num_requests) * self._step_cost.level_s
 
-    def _must_be_plain(self) -> bool:
-        """Without a plain step to compare with, nobody knows what speculation gains."""
-        settings = self._settings
-        if self._step_cost.is_empty or self._steps < settings.plain_steps_first:
-            return True
-        return self._steps - self._plain_at >= settings.plain_every
+    def _times(self) -> RowTimes:
+        """Those of the last decision: a table for every step would take its time."""
+        return self._row_times or self._step_cost.table()
 
     def _is_due(self, num_requests: int) -> bool:
         """Decisions take time of their own, the more the larger the batch, and each takes a few steps to show."""
-        settings = self._settings
-        pause = settings.decide_every + num_requests // 4
-        return self._steps < settings.learning_steps or self._steps >= self._decided_at + pause
+        pause = self._pause + num_requests // 4
+        return self._steps < self._settings.learning_steps or self._steps >= self._decided_at + pause
+
+    def _shifted(self, length: int, shift: int) -> int:
+        """A length that is one at all, with something added."""
+        return min(max(length + shift, 1), self._settings.max_length) if length else 0
 
     def _observe_request(self, outcome: Verified) -> None:
         self._shared.observe(outcome)
+        self._usual.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
         if outcome.is_last:  # nothing is remembered of it, so that nothing is left whenever it is forgotten
             return
         habits = self._habits.get(outcome.number)
@@ -248,169 +234,81 @@ class AdaptivePolicy:
         habits.observe(outcome)
         self._probes.observe(outcome, self._steps)
 
+    def _forgive(self) -> None:
+        """Nobody drafts: what speaks against it grows old and is not renewed."""
+        for habits in self._habits.values():
+            habits.accepted.fade(self._settings.request_fade)
+        self._shared.accepted.fade(self._settings.shared_fade)
+        self._usual.fade(self._settings.usual_fade)
+
     def _decide(self, candidates: Sequence[Candidate]) -> None:
         """Choose lengths; one that was chosen before changes only if that makes its request faster by `gain`."""
+        settings = self._settings
         self._decided_at = self._steps
-        batch = _Batch(self._prospects(candidates), self._step_cost, self._draft_cost)
-        most_rows = self._settings.growth * self._step_cost.most_rows + 2.0
-        lengths = batch.best_lengths(most_rows)
-        best_rate = batch.rate(lengths)
+        times = self._row_times = self._step_cost.table()
+        search = DraftSearch(self._prospects(candidates), times, self._draft_cost.times())
+        lengths = self._steady(candidates, search, search.best_lengths(settings.growth * times.most_rows + 2.0))
+        if not self._beats_plain(search, lengths):
+            lengths = self._patient(candidates, search)
+        is_new = False
+        for candidate, length in zip(candidates, lengths, strict=True):
+            is_new |= self._chosen.get(candidate.number) != length
+            self._chosen[candidate.number] = length
+            self._probes.decided(candidate.number, length)
+        self._pause = settings.decide_every if is_new else min(2 * self._pause, settings.decide_every_at_most)
+        self._worth = self._detours_worth_it(search, lengths)
+
+    def _detours_worth_it(self, search: DraftSearch, lengths: list[int]) -> list[Detour]:
+        """What to try beside the lengths chosen: all that may be nearly as good."""
+        others: dict[Detour, list[int]] = {PLAIN: [0] * len(lengths)}
+        others |= {shift: [self._shifted(length, shift) for length in lengths] for shift in (1, -1)}
+        least = self._settings.detour_worth * search.rate(lengths)
+        return [detour for detour, other in others.items() if other != lengths and search.rate(other) > least]
+
+    def _steady(self, candidates: Sequence[Candidate], search: DraftSearch, lengths: list[int]) -> list[int]:
+        """The best lengths, but those from before where that is about as good."""
+        best_rate = search.rate(lengths)
         needed = self._settings.gain / len(candidates) * best_rate
         for index, candidate in enumerate(candidates):
             before = self._chosen.get(candidate.number)
             if before is not None and before != lengths[index]:
                 kept = [*lengths[:index], before, *lengths[index + 1 :]]
-                if best_rate - batch.rate(kept) < needed:
+                if best_rate - search.rate(kept) < needed:
                     lengths[index] = before
-        if not self._beats_plain(batch, lengths):
-            lengths = [0] * len(lengths)
-        for candidate, length in zip(candidates, lengths, strict=True):
-            self._chosen[candidate.number] = length
-            self._probes.decided(candidate.number, length)
+        return lengths
 
-    def _beats_plain(self, batch: _Batch, lengths: Sequence[int]) -> bool:
+    def _beats_plain(self, search: DraftSearch, lengths: Sequence[int]) -> bool:
         """Whether drafting is worth it at all; to go on with it takes less than to begin."""
         gain = self._settings.gain * (0.5 if any(self._chosen.values()) else 1.0)
-        return batch.rate(lengths) > (1.0 + gain) * batch.rate([0] * len(lengths))
+        return search.rate(lengths) > (1.0 + gain) * search.rate([0] * len(lengths))
 
-    def _prospects(self, candidates: Iterable[Candidate]) -> list[_Prospect]:
+    def _patient(self, candidates: Sequence[Candidate], search: DraftSearch) -> list[int]:
+        """One token for whoever drafted until now, if it costs next to nothing and pays in the long run; else nothing.
+
+        Many texts are now easy, now hard to guess. Who gives up in every hard piece is late for the next easy one.
+        """
+        nothing = [0] * len(candidates)
+        lengths = [min(self._chosen.get(candidate.number, 0), 1) for candidate in candidates]
+        if search.rate(lengths) < (1.0 - self._settings.patience) * search.rate(nothing):
+            return nothing
+        usual = self._usual.estimates([self._settings.first_acceptance], self._settings.first_weight)
+        long_run = search.with_prospects([Prospect.of(usual, [1.0])] * len(candidates))
+        return lengths if long_run.rate(lengths) > long_run.rate(nothing) else nothing
+
+    def _prospects(self, candidates: Iterable[Candidate]) -> list[Prospect]:
         settings = self._settings
-        flat = [settings.first_acceptance] * settings.max_length
-        accepted = self._shared.accepted.estimates(flat, settings.first_weight)
+        (usual,) = self._usual.estimates([settings.first_acceptance], settings.first_weight)
+        first = min(usual, settings.first_acceptance)  # a bad name lasts longer than a good one
+        accepted = self._shared.accepted.estimates([first] * settings.max_length, settings.first_weight)
         offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.first_weight)
         prospects = []
         for candidate in candidates:
             habits = self._habits.get(candidate.number)
             limit = self._rule.apply(candidate, settings.max_length)
             if habits is None:
-                prospects.append(_prospect(accepted[:limit], offered[:limit]))
+                prospects.append(Prospect.of(accepted[:limit], offered[:limit]))
                 continue
             own_accepted = habits.accepted.estimates(accepted[:limit], settings.prior_weight)
             own_offered = habits.offered.estimates(offered[:limit], settings.prior_weight)
-            prospects.append(_prospect(own_accepted, own_offered))
+            prospects.append(Prospect.of(own_accepted, own_offered))
         return prospects
-
-
-class _Batch:
-    """The requests of a step, as a function from draft lengths to tokens per second."""
-
-    def __init__(self, prospects: list[_Prospect], step_cost: StepCost, draft_cost: DraftCost) -> None:
-        self._prospects = prospects
-        self._step_cost = step_cost
-        self._draft_cost = draft_cost
-
-    def rate(self, lengths: Sequence[int]) -> float:
-        """Committed tokens per second, expected."""
-        rows = tokens = 0.0
-        depth = asked = 0
-        for prospect, wanted in zip(self._prospects, lengths, strict=True):
-            length = min(wanted, len(prospect.likelihood))
-            rows += prospect.rows[length]
-            tokens += prospect.tokens[length]
-            depth = max(depth, length)
-            asked += length
-        return tokens / (self._step_cost.seconds(rows) + self._draft_cost.seconds(depth, asked))
-
-    def best_lengths(self, most_rows: float) -> list[int]:
-        """The lengths with the highest rate among those that `_fill` finds for each greatest length."""
-        steps = sorted(
-            (-likelihood, position, index)
-            for index, prospect in enumerate(self._prospects)
-            for position, likelihood in enumerate(prospect.likelihood)
-            if likelihood > NEGLIGIBLE
-        )
-        best = [0] * len(self._prospects)
-        best_rate = self.rate(best)
-        for depth in range(1, 1 + max((position + 1 for _, position, _ in steps), default=0)):
-            rate, taken = self._fill([(index, position) for _, position, index in steps if position < depth], most_rows)
-            if rate > best_rate:
-                best_rate, best = rate, [taken.count(index) for index in range(len(best))]
-        return best
-
-    def _fill(self, steps: list[tuple[int, int]], most_rows: float) -> tuple[float, list[int]]:
-        """Add tokens, likeliest first; the best rate on the way, and whose tokens were added until then."""
-        rows = tokens = float(len(self._prospects))
-        best_rate, best_count, depth = 0.0, 0, 0
-        for count, (index, position) in enumerate(steps, 1):
-            prospect = self._prospects[index]
-            rows += prospect.rows[position + 1] - prospect.rows[position]
-            tokens += prospect.tokens[position + 1] - prospect.tokens[position]
-            if rows > most_rows:
-                break
-            depth = max(depth, position + 1)
-            rate = tokens / (self._step_cost.seconds(rows) + self._draft_cost.seconds(depth, count))
-            if rate > best_rate:
-                best_rate, best_count = rate, count
-        return best_rate, [index for index, _ in steps[:best_count]]
-
-
-class _Probes:
-    """Drafts for one request that has none, a few steps long, to see whether that is still right.
-
-    Fruitless probes double the pause to the next one, so that they cost less and less; a probe after which the request drafts
-    sets it back.
-    """
-
-    def __init__(self, settings: PolicySettings) -> None:
-        self._settings = settings
-        self._pause = settings.probe_after
-        self._due_at = settings.probe_after
-        self._request: int | None = None  # being probed
-        self._steps_left = 0
-        self._began_at = 0
-        self._awaits_verdict: int | None = None
-        self._probed: dict[int, int] = {}  # request -> step of its last probe
-
-    def choose(self, idle: Sequence[int], step: int) -> int | None:
-        """The request to probe in the next step, of those that get no drafts."""
-        if self._request is not None and self._request not in idle:
-            self._finish(step)
-        if self._request is None and idle and step >= self._due_at:
-            self._request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
-            self._probed[self._request] = step
-            self._steps_left = self._settings.probe_steps
-            self._began_at = step
-        return self._request
-
-    def observe(self, outcome: Verified, step: int) -> None:
-        """A step of a request is over."""
-        if outcome.number != self._request:
-            return
-        self._steps_left -= outcome.proposed > 0
-        if self._steps_left <= 0 or step >= self._began_at + self._settings.probe_patience:
-            self._finish(step)
-
-    def decided(self, number: int, length: int) -> None:
-        """A length was chosen for a request; after a probe this is its verdict."""
-        if number == self._awaits_verdict:
-            self._awaits_verdict = None
-            if length > 0:
-                self._due_at -= self._pause - self._settings.probe_after
-                self._pause = self._settings.probe_after
-
-    def forget(self, number: int) -> None:
-        """The request ended; a probe of it ends too, without a verdict, and the next one waits as long as this one did."""
-        self._probed.pop(number, None)
-        if number == self._request:
-            self._request = None
-            self._due_at = self._began_at + self._pause
-        if number == self._awaits_verdict:
-            self._awaits_verdict = None
-
-    def _finish(self, step: int) -> None:
-        """Pause; longer than the last time unless the verdict says otherwise."""
-        self._awaits_verdict, self._request = self._request, None
-        self._pause = min(2 * self._pause, self._settings.probe_after_at_most)
-        self._due_at = step + self._pause
-
-
-def _prospect(accepted: Sequence[float], offered: Sequence[float]) -> _Prospect:
-    likelihood, rows, tokens = list[float](), [1.0], [1.0]
-    chance = reach = 1.0
-    for accept, offer in zip(accepted, offered, strict=True):
-        chance *= accept
-        reach *= offer
-        likelihood.append(chance)
-        rows.append(rows[-1] + reach)
-        tokens.append(tokens[-1] + chance * reach)
-    return _Prospect(likelihood, rows, tokens)
