@@ -48,7 +48,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.stop_at = time.monotonic() + args.seconds
+        self.stop_at: float = time.monotonic() + args.seconds
         self.figures: dict[str, Any] = {"what": __doc__.splitlines()[0] if __doc__ else "", "rows": {}, "plain": []}
         if args.output.exists():
             self.figures = json.loads(args.output.read_text())

@@ -73,6 +73,8 @@ def test_deterministic_mode_is_float32(dtype: Any) -> None:
         ("max_body_bytes", 0),
         ("drain_timeout_s", -0.1),
         ("request_timeout_s", -1.0),
+        ("request_timeout_s", float("nan")),
+        ("drain_timeout_s", float("inf")),
     ],
 )
 def test_server_values_out_of_range_are_refused(field: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,5 +60,5 @@ class ServerConfig:
         for name in ("max_queued_requests", "rate_limit_per_minute", "max_body_bytes"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("drain_timeout_s", "request_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got: {getattr(self, name)}")
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} must be a finite number, at least 0, got: {getattr(self, name)}")
