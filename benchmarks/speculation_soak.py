@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -89,10 +90,11 @@ def target(context: int = 64) -> OpenModel:
 def with_drafter(name: str, model: OpenModel, length: int, **options: Any) -> LLM:
     """An engine whose drafter proposes `length` tokens in every step."""
     if name == "eagle":
-        folder = Path("/tmp") / f"triblade-soak-head-{WINDOW}"
-        save_eagle(folder, target_facts(model), random_weights(model, bits=4), {"window": WINDOW})
-        settings = {"draft_policy": "fixed", "num_speculative_tokens": length, **options}
-        return tiny_llm(model, drafter="eagle", draft_model=str(folder), **settings)
+        settings = {"draft_policy": "fixed", "num_speculative_tokens": length, "draft_confidence": 0.0, **options}
+        with TemporaryDirectory() as folder:
+            facts = {"window": WINDOW, "inner_layers": [0]}
+            save_eagle(Path(folder), target_facts(model), random_weights(model, bits=4, num_inner=1), facts)
+            return tiny_llm(model, drafter="eagle", draft_model=folder, **settings)
     llm = tiny_llm(model, **options)
     if name == "suffix":
         return speculate(llm, SuffixDrafter(), length)

@@ -110,7 +110,8 @@ class TinyModel:
     @torch.inference_mode()
     def oracle_logits(self, ids: list[int]) -> Tensor:
         """[T, V] float32."""
-        return self.oracle(torch.tensor([ids])).logits[0]
+        logits: Tensor = self.oracle(torch.tensor([ids])).logits[0]
+        return logits
 
 
 def tiny_model(name: str, seed: int = 0, **overrides: Any) -> TinyModel:
