@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interruption import interrupt
 from safetensors.torch import load_file, save_file
 from tiny_folders import tiny_folder, words
 
@@ -34,7 +34,6 @@ from triblade.models.loader import open_model
 from triblade.ops.reference import ReferenceBackend
 from triblade.quant.convert import convert
 from triblade.quant.quality import perplexity
-from triblade.quant.run_state import RunState
 
 
 @pytest.fixture(scope="module")
@@ -128,25 +127,6 @@ def test_every_format_loads_again(layout: Any, options: dict[str, Any], config: 
             + 2 * abs(math.log(report.quality["perplexity"] / report.quality["original_perplexity"]))
             + report.quality["kl"]
         )
-
-
-class KilledError(Exception):
-    pass
-
-
-def interrupt(config: ConvertConfig, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that ends when so many layers are done, as if killed just before it notes the next one."""
-    finish: Callable[..., None] = RunState.finish_layer
-
-    def die(state: RunState, *arguments: Any) -> None:
-        if len(state.layers) == layers:
-            raise KilledError
-        finish(state, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunState, "finish_layer", die)
-        with pytest.raises(KilledError):
-            convert(config)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])

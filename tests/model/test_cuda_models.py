@@ -128,13 +128,19 @@ def begun(executor: Any, lengths: tuple[int, ...]) -> list[Request]:
     return requests
 
 
-def test_steps_run_ahead(folder: Path) -> None:
-    """Tokens are those of launched steps; every step but the first is found under way, with the next one behind it."""
+def launched_and_recorded(folder: Path) -> tuple[CudaExecutor, RecordingExecutor]:
+    """Two executors of one tiny model: kernel by kernel, and whole steps."""
     model = cuda_tiny("qwen2", num_hidden_layers=2)
     config = config_of(model)
     launched, recorded = (
         cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
     )
+    return launched, recorded
+
+
+def test_steps_run_ahead(folder: Path) -> None:
+    """Tokens are those of launched steps; every step but the first is found under way, with the next one behind it."""
+    launched, recorded = launched_and_recorded(folder)
     expected = greedy(launched, begun(launched, (7, 12, 20)), 9)
     requests = begun(recorded, (7, 12, 20))
     before = recorded.replays
@@ -145,11 +151,7 @@ def test_steps_run_ahead(folder: Path) -> None:
 def test_requests_leave_a_chain_of_steps(folder: Path) -> None:
     """Those that stay find their step under way, in whatever order; nothing is computed for nothing but the last step.
     What a request that left still wrote is behind its end."""
-    model = cuda_tiny("qwen2", num_hidden_layers=2)
-    config = config_of(model)
-    launched, recorded = (
-        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
-    )
+    launched, recorded = launched_and_recorded(folder)
     results = []
     for executor in (launched, recorded):
         requests = begun(executor, (7, 12, 20, 9))
@@ -158,7 +160,7 @@ def test_requests_leave_a_chain_of_steps(folder: Path) -> None:
         greedy(executor, [requests[3], requests[0], requests[1]], 3)
         greedy(executor, [requests[1]], 3)
         results.append([request.output_token_ids for request in requests])
-        for layer in range(config.num_layers):
+        for layer in range(executor.cache.layout.num_layers):
             tables = torch.tensor([list(requests[2].block_table)])
             results[-1].append([x[0, :22].float().tolist() for x in executor.cache.read(layer, tables)])
     assert results[0] == results[1]
@@ -167,11 +169,7 @@ def test_requests_leave_a_chain_of_steps(folder: Path) -> None:
 
 def test_blocks_that_come_while_steps_run(folder: Path) -> None:
     """A table grows one step before it is needed: the chain goes on with it. Without a block in time the step begins anew."""
-    model = cuda_tiny("qwen2", num_hidden_layers=2)
-    config = config_of(model)
-    launched, recorded = (
-        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
-    )
+    launched, recorded = launched_and_recorded(folder)
     expected = greedy(launched, begun(launched, (7, 12)), 30)
     for ahead in (1, 0):
         requests = begun(recorded, (7, 12))
@@ -190,11 +188,7 @@ def test_blocks_that_come_while_steps_run(folder: Path) -> None:
 
 def test_logits_of_a_step_that_was_overtaken(folder: Path) -> None:
     """They are asked for when the next step has run already: the step is computed again."""
-    model = cuda_tiny("qwen2", num_hidden_layers=2)
-    config = config_of(model)
-    launched, recorded = (
-        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
-    )
+    launched, recorded = launched_and_recorded(folder)
     results = []
     for executor in (launched, recorded):
         requests = begun(executor, (7, 12))
@@ -240,11 +234,7 @@ def test_drawn_tokens_run_ahead_as_well(folder: Path) -> None:
 
 def test_a_step_that_was_not_expected_is_computed(folder: Path) -> None:
     """A request takes another token than its best, gets its blocks taken away and others: what ran ahead is dropped."""
-    model = cuda_tiny("qwen2", num_hidden_layers=2)
-    config = config_of(model)
-    launched, recorded = (
-        cuda_executor(model.source, config, folder, kind=kind) for kind in (CudaExecutor, RecordingExecutor)
-    )
+    launched, recorded = launched_and_recorded(folder)
     results = []
     for executor in (launched, recorded):
         requests = begun(executor, (7, 12, 13))

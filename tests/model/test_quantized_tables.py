@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interruption import interrupt
 from native_models import all_logits, executor_of
 from safetensors.torch import load_file
 from tiny import PROMPT_TOKENS, prompt
@@ -27,7 +27,6 @@ from triblade.quant.packed_weights import PackingReader
 from triblade.quant.passes import Work, recipe
 from triblade.quant.quantized_checkpoint import QuantizedCheckpoint
 from triblade.quant.refine import row_errors
-from triblade.quant.run_state import RunState
 from triblade.quant.scheme import QuantScheme
 from triblade.quant.statistics import Accumulator
 from triblade.quant.tables import EMBEDDING, HEAD, quantized_table
@@ -176,17 +175,7 @@ def test_resuming_gives_the_same_tables(
     config = replace(config, model=str(untied), embeddings="4", lm_head="4")
     whole = replace(config, output=config.output.with_name("whole"))
     convert(whole)
-    finish: Callable[..., None] = RunState.finish_layer
-
-    def die(state: RunState, *arguments: Any) -> None:
-        if len(state.layers) == layers:
-            raise KeyboardInterrupt
-        finish(state, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunState, "finish_layer", die)
-        with pytest.raises(KeyboardInterrupt):
-            convert(config)
+    interrupt(config, layers, monkeypatch)
     with pytest.raises(ConfigError, match="embeddings was 4, now 8"):
         convert(replace(config, embeddings="8", resume=True))
     convert(replace(config, resume=True))
