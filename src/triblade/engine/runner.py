@@ -55,6 +55,8 @@ class ModelRunner:
     def __init__(self, executor: StepExecutor, sampler: Sampler) -> None:
         self.executor = executor
         self.sampler = sampler
+        # Asked once: comparing with a protocol takes longer than a step may.
+        self._drawer = executor if isinstance(executor, DrawsTokens) else None
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
@@ -74,11 +76,11 @@ class ModelRunner:
         # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
         firsts = [next(sampler_rows(result.request, 0)) for result in sampling]
         is_greedy = all(row.is_plain_greedy for row in firsts)
-        if not isinstance(self.executor, DrawsTokens):
+        if self._drawer is None:
             return is_greedy
         has_drafts = any(result.item.num_draft_tokens for result in sampling)
         is_drawn = not (is_greedy or has_drafts) and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
-        self.executor.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
+        self._drawer.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
         return is_greedy or is_drawn
 
     def _sample(self, results: list[StepResult], is_chosen: bool) -> None:
