@@ -147,7 +147,7 @@ def token_slots(cache: KVCache, blocks: Sequence[int], num_tokens: int) -> Tenso
 
 def to_bytes(data: Tensor) -> memoryview:
     """uint8 [n], from wherever it is."""
-    return data.contiguous().cpu().numpy().data
+    return data.contiguous().view(-1).cpu().numpy().data
 
 
 def to_tensor(data: memoryview, cache: KVCache) -> Tensor:
