@@ -16,8 +16,8 @@ Errors = npt.NDArray[np.float64]
 def allocate(errors: Errors, budget: int) -> npt.NDArray[np.uint8]:
     """Bits [R] of components whose errors with 0 .. B bits are [R, B + 1], `budget` bits in all at most.
 
-    The total error is that of the exact optimum (a knapsack, by dynamic programming over bits), up to the gain of the one purchase that
-    no longer fits.
+    The total error is that of the exact optimum (a knapsack, by dynamic programming over bits), up to the gain of the one purchase
+    that no longer fits.
     """
     gain, step = _purchases(errors)
     order = np.argsort(-gain, axis=None, kind="stable")
@@ -34,8 +34,8 @@ def allocate(errors: Errors, budget: int) -> npt.NDArray[np.uint8]:
 def _purchases(errors: Errors) -> tuple[Errors, npt.NDArray[np.int64]]:
     """Of every component its purchases in order: gain per bit [R, B], never rising, and bits [R, B]; unused places gain nothing.
 
-    The corners of the lower convex hull of its errors, found for all components at once: from each corner to the one that gains most
-    per bit.
+    The corners of the lower convex hull of its errors, found for all components at once: from each corner to the one that gains
+    most per bit.
     """
     rows, most = errors.shape[0], errors.shape[1] - 1
     gain, step = np.zeros((rows, most)), np.zeros((rows, most), dtype=np.int64)

@@ -62,10 +62,10 @@ class Collector:
             piece.requires_grad_()
             log_p = self._decoder.logits(piece).log_softmax(-1)
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=self._generator)
-            log_p.gather(1, drawn).sum().backward()  # type: ignore[no-untyped-call]
+            log_p.gather(1, drawn).sum().backward()
             assert piece.grad is not None
             pieces.append(piece.grad)
-        hidden.backward(torch.cat(pieces))  # type: ignore[no-untyped-call]
+        hidden.backward(torch.cat(pieces))
 
 
 class Taps:
@@ -98,5 +98,7 @@ class Taps:
 
     def gradients(self) -> Tensor:
         """By rotated keys and by values, [L, 2, S, G, D] float32."""
-        grads = [[leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in pair] for pair in self._leaves]
+        grads = [
+            [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in pair] for pair in self._leaves
+        ]
         return torch.stack([torch.stack(pair) for pair in grads]).float()

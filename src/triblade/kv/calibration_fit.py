@@ -1,7 +1,7 @@
 """From what was gathered of keys and values to a table: basis, bits and levels.
 
-Where the metric is known, it is in its square root's coordinates that directions are sought: there every error counts alike, in nats, in
-all layers, for keys and values, so that one budget is spent over all of them (KVTC, arXiv 2511.01815, section 3, spends it on plain
+Where the metric is known, directions are sought in its square root's coordinates: there every error counts alike, in nats, in all
+layers, for keys and values, so that one budget is spent over all of them (KVTC, arXiv 2511.01815, section 3, spends it on plain
 variance). A refit on later samples keeps the metric, which cannot be measured without gradients. Knows no model and no text.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from triblade.kv.wire_table import KVTable, TableModel
 
 # Share of the metric that is made equal in all directions: with few gradients some would seem not to matter at all.
 METRIC_FLOOR = 0.02
+PRIOR_TOKENS = 1024
 _LEAST_VARIANCE = 1e-12  # of a component, as a share of the largest
 
 
@@ -65,9 +65,19 @@ def fit_table(model: TableModel, moments: Moments, options: FitOptions) -> KVTab
 
 
 def refit_table(table: KVTable, moments: Moments) -> KVTable:
-    """A table of the same size, for other tokens, with the metric that `table` was made with."""
+    """A table of the same size, for other tokens, with the metric that `table` was made with.
+
+    Few tokens do not say all about C directions, so the table's own covariance counts as `PRIOR_TOKENS` more.
+    """
     basis = table.basis.double()
-    moments = replace(moments, metric=basis.transpose(-1, -2) @ basis)  # y'y = x' basis' basis x
+    back = torch.linalg.inv(basis)
+    before = back @ torch.diag_embed(table.spread.double() ** 2) @ back.transpose(-1, -2)
+    weight = PRIOR_TOKENS / (PRIOR_TOKENS + moments.num_tokens)
+    moments = replace(
+        moments,
+        covariance=weight * before + (1 - weight) * moments.covariance,
+        metric=basis.transpose(-1, -2) @ basis,  # y'y = x' basis' basis x
+    )
     average = table.bits_per_token / table.mean.numel()
     options = FitOptions(bits=average, exact_first=table.exact_first, exact_last=table.exact_last)
     return fit_table(table.model, moments, options)
@@ -86,7 +96,7 @@ def _plain_metric(moments: Moments) -> Tensor:
 
 
 def _bases(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """[L, 2, C, C] and standard deviations [L, 2, C], largest first: U' A with A'A = metric and U of the eigenvectors of A cov A'."""
+    """U' A [L, 2, C, C], with A'A = metric and U the eigenvectors of A cov A', and standard deviations [L, 2, C], largest first."""
     width = covariance.shape[-1]
     equal = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(width, dtype=torch.float64)
     values, vectors = torch.linalg.eigh((1 - METRIC_FLOOR) * metric + METRIC_FLOOR * equal)
@@ -115,7 +125,8 @@ def _bits(shares: list[Tensor], spread: Tensor, kept: Tensor, budget: int) -> Te
     """[L, 2, C] uint8."""
     per_component = torch.cat([_errors(rows) for rows in shares])  # [R, MAX_BITS + 1], in units of the variance
     errors = (per_component * spread.flatten()[:, None] ** 2).double().numpy()
-    errors[~kept.flatten().numpy(), 1:] = np.inf
+    left_out = ~kept.flatten().numpy()
+    errors[left_out] = errors[left_out, :1]  # bits would gain nothing
     return torch.from_numpy(allocate(errors, budget)).view(spread.shape)
 
 

@@ -15,6 +15,7 @@ REACH = 7.0  # standard deviations to both sides of the mean; what lies beyond f
 BIN_WIDTH = 2 * REACH / BINS
 MAX_BITS = 8
 ROUNDS = 20
+PRIOR_TOKENS, PRIOR_WIDTH = 64, 1.5  # a normal distribution, a bit wide: what a small sample does not show of the tails
 _SMOOTHING = 9  # bins, for the first guess only
 
 
@@ -28,11 +29,18 @@ def bin_centers() -> Tensor:
     return (torch.arange(BINS, dtype=torch.float32) + 0.5) * BIN_WIDTH - REACH
 
 
+def normal_shares(width: float) -> Tensor:
+    """[BINS] of a normal distribution of this standard deviation."""
+    density = torch.exp(-((bin_centers() / width) ** 2) / 2)
+    return density / density.sum()
+
+
 def histograms(z: Tensor) -> Tensor:
-    """Shares [R, BINS] of standardised numbers z [T, R]."""
-    rows = z.shape[1]
+    """Shares [R, BINS] of standardised numbers z [T, R], and of a prior."""
+    tokens, rows = z.shape
     flat = bin_of(z).long() + torch.arange(rows) * BINS
-    return torch.bincount(flat.flatten(), minlength=rows * BINS).view(rows, BINS).float() / max(1, z.shape[0])
+    counts = torch.bincount(flat.flatten(), minlength=rows * BINS).view(rows, BINS).float()
+    return (counts + PRIOR_TOKENS * normal_shares(PRIOR_WIDTH)) / (tokens + PRIOR_TOKENS)
 
 
 def lloyd_max(shares: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@
                        second order, an error e of that token changes the model's predictions by KL = e' metric e / 2 nats in all
     sample             tokens, for distributions along single directions
 
-Knows no model and no text. Memory depends on the sizes of the model and on `sample_tokens`, not on how many tokens are seen. Shapes:
-L layers, 2 for keys and values, T tokens, C = key-value heads * head size: one joint space per layer.
+Knows no model and no text. Memory depends on the sizes of the model and on `sample_tokens`, not on how many tokens are seen.
+Shapes: L layers, 2 for keys and values, T tokens, C = key-value heads * head size: one joint space per layer.
 """
 
 from __future__ import annotations

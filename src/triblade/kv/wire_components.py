@@ -3,8 +3,8 @@
     code  component y = basis (x - mean) in standard deviations -> bin -> code, for the components that have bits
     back  x = mean + basis^-1 y, y from the level of the code, 0 where there is none
 
-Every token is rounded on its own. Knows no cache, no position and no bytes; keys come and go as they are before the rotary embedding.
-L layers, 2 for keys and values, T tokens, C numbers, R components with bits.
+Every token is rounded on its own. Knows no cache, no position and no bytes; keys come and go as they are before the rotary
+embedding. L layers, 2 for keys and values, T tokens, C numbers, R components with bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triblade.errors import NumericalError
 from triblade.kv.calibration_lloyd import BIN_WIDTH, BINS, REACH, codes_of_bins
 from triblade.kv.wire_table import KVTable
 
@@ -48,7 +49,7 @@ class Components:
     def __init__(self, table: KVTable, device: torch.device) -> None:
         self._table = table
         self.row_bits = table.bits[table.bits > 0]  # [R]
-        self._parts = [part for part in self._made(table, device)]
+        self._parts = self._made(table, device)
         levels = self._spread_levels(table.levels)
         self._codes = codes_by_bin(levels, self.row_bits).flatten().to(device)
         self._levels = levels.flatten().to(device)
@@ -56,11 +57,20 @@ class Components:
         self._code_rows, self._level_rows = rows * BINS, rows * _LEVELS
 
     def encode(self, x: Tensor) -> Tensor:
-        """[L, 2, T, C] -> codes uint8 [R, T]."""
+        """[L, 2, T, C] -> codes uint8 [R, T].
+
+        Raises:
+            NumericalError: there are numbers that are none.
+        """
         bins = torch.empty(len(self.row_bits), x.shape[2], device=x.device)
         for part in self._parts:
             torch.addmm(part.offset, part.to_bins, x[part.layer, part.kind].T, out=bins[part.rows])
-        at = bins.clamp_(0, BINS - 1).to(torch.int32)
+        bins.clamp_(0, BINS - 1)
+        if bool(bins.sum().isnan()):
+            raise NumericalError(
+                "keys or values to be sent are not finite", hint="send them raw to see where they come from"
+            )
+        at = bins.to(torch.int32)
         at += self._code_rows
         return self._codes.index_select(0, at.view(-1)).view(at.shape)
 

@@ -2,9 +2,9 @@
 
     payload  [ table | form of exact tokens | exact tokens at the beginning | codes | exact tokens at the end | drafter's layers ]
 
-The first and last tokens of a prompt travel as they are: as int8 where the receiver stores no more than that, else in the sender's own
-dtype. The receiver turns keys with the positions of the span and stores through its own codec. Payloads name their table, so that a
-refreshed one can take over while payloads of the old one are on their way. Knows no request and no transport.
+The first and last tokens of a prompt travel as they are: as int8 where the receiver stores no more than that, else in the sender's
+own dtype. The receiver turns keys with the positions of the span and stores through its own codec. Payloads name their table, so
+that a refreshed one can take over while payloads of the old one are on their way. Knows no request and no transport.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from triblade.errors import ConfigError, WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import CODEC_PLANES, KVLayout
-from triblade.kv.wire_components import Components
+from triblade.kv.wire_components import Components, Errors
 from triblade.kv.wire_frame import FrameKey, WireSpan, framed, unframed
 from triblade.kv.wire_packing import Packing
 from triblade.kv.wire_rotation import Rotation
@@ -146,6 +146,19 @@ class PcaLutWire:
             codes = torch.from_numpy(coder.packing.unpack(data, len(part))).to(self._device)
             self._store(cache, slots[as_slice(part)], self._positions(span, part), coder.components.decode(codes))
         self._draft.write(cache, slots, draft)
+
+    def sample(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> Tensor | None:
+        """Vectors [L, 2, T, C] of the block in the middle of the tokens that are not exact; None: there are none."""
+        coded, size = _Ranges.of(self.table, span).coded, self._layout.block_size
+        if not coded:
+            return None
+        block = (coded.start + coded.stop) // 2 // size
+        tokens = range(max(coded.start, block * size), min(coded.stop, (block + 1) * size))
+        return self.vectors(cache, block_rows(cache, blocks), tokens, span)
+
+    def errors(self, vectors: Tensor) -> Errors:
+        """What encoding and decoding does to vectors [L, 2, T, C]."""
+        return self._coders[0].components.errors(vectors)
 
     def vectors(self, cache: KVCache, rows: Tensor, tokens: range, span: WireSpan) -> Tensor:
         """Keys before the rotary embedding, and values, [L, 2, T, C] float32 of tokens (counted from the span's first)."""

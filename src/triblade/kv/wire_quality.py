@@ -1,7 +1,7 @@
 """What a wire codec costs in quality: a text goes on after a prefix whose keys and values were sent and rebuilt.
 
-The prefix is computed once, stored in a sender's cache, sent to a receiver's, and the rest of the window attends to what arrived; its
-predictions are compared with those of the model that never sent anything. Knows codecs and decoders, no engine.
+The prefix is computed once, stored in a sender's cache, sent to a receiver's, and the rest of the window attends to what arrived;
+its predictions are compared with those of the model that never sent anything. Knows codecs and decoders, no engine.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def measure_codecs(
             received = _sent(route, vectors, decoder, found[name])
             attend = ReceivedAttend(decoder, received, prefix, len(ids) - prefix)
             positions = torch.arange(prefix, len(ids), device=decoder.device)
-            _add_predictions(found[name], decoder, decoder.forward(ids[prefix:], positions, attend), hidden, ids[prefix:])
+            _add_predictions(
+                found[name], decoder, decoder.forward(ids[prefix:], positions, attend), hidden, ids[prefix:]
+            )
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from triblade.errors import CheckpointError, ConfigError
@@ -116,13 +117,22 @@ class KVTable:
         """
         if not path.is_file():
             raise ConfigError(f"no such KV table: {path}", hint="make one with triblade kv-calibrate", param="kv_table")
+        return cls.from_bytes(path.read_bytes(), name=str(path))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, name: str = "received") -> KVTable:
+        """A file's content, as a sender gives it to a receiver; `name` is for messages.
+
+        Raises:
+            CheckpointError: it is no table, or damaged.
+        """
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors = safetensors.torch.load(content)
+            (length,) = struct.unpack_from("<Q", content)
+            metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
             return cls._parsed(metadata, tensors)
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"cannot read the KV table {path}: {error}", hint=_DAMAGED) from error
+        except (SafetensorError, struct.error, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"cannot read the KV table {name}: {error}", hint=_DAMAGED) from error
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("mean", "basis", "spread", "bits", "levels")}
