@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from triblade import cli
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
+from triblade.config import AlignConfig, ConvertConfig, EngineConfig, KVCalibrateConfig, ServerConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 COMMANDS = {
@@ -29,11 +29,12 @@ COMMANDS = {
     "eval": cli.evaluate,
     "convert": cli.convert,
     "align": cli.align,
+    "kv-calibrate": cli.kv_calibrate,
     "doctor": cli.doctor,
     "version": cli.version,
 }
 GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
-GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment"}
+GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment", "KVCalibrateConfig": "KV table"}
 INTRODUCTION = """\
 # Command line
 
@@ -139,6 +140,7 @@ def page() -> str:
     parts += option_table("Server options", ServerConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
+    parts += option_table("KV table options", KVCalibrateConfig)
     return "\n".join([*parts, ENVIRONMENT])
 
 

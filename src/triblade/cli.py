@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import (
+    AlignConfig,
+    ConvertConfig,
+    EngineConfig,
+    KVCalibrateConfig,
+    LogLevel,
+    ServerConfig,
+    with_environment,
+)
 from triblade.config.checks import require_at_least
 from triblade.conversation import converse, messages, print_error, stream, write
 from triblade.errors import TribladeError
@@ -31,7 +39,7 @@ BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert"), "--model"),
+    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert", "kv-calibrate"), "--model"),
     "align": "--target",
 }
 
@@ -40,6 +48,7 @@ SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
 CONVERT_GROUP = Group("Conversion", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
+KV_GROUP = Group("KV table", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
@@ -243,6 +252,24 @@ def align(
     console.setup_logging(log_level)
     report = align_head(config)
     _print_report(report, as_json)
+
+
+@app.command(name="kv-calibrate", usage="triblade kv-calibrate MODEL --text FILE --output TABLE.safetensors [OPTIONS]")
+def kv_calibrate(
+    config: Annotated[KVCalibrateConfig, Parameter(name="*", group=KV_GROUP)],
+    *,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    log_level: LogLevelFlag = "info",
+) -> None:
+    """Make a table with which keys and values travel small between workers (codec pca-lut), and measure what that costs.
+
+    Args:
+        as_json: Print the whole report as one JSON object.
+    """
+    from triblade.kv.calibration import calibrate
+
+    console.setup_logging(log_level)
+    _print_report(calibrate(config), as_json)
 
 
 @app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")

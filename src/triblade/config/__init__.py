@@ -9,7 +9,7 @@ from __future__ import annotations
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
-from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
+from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ConvertConfig",
     "DType",
     "EngineConfig",
+    "KVCalibrateConfig",
     "LogLevel",
     "ServerConfig",
     "cache_dir",

@@ -7,7 +7,7 @@ its predictions are compared with those of the model that never sent anything. K
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -99,7 +99,7 @@ class ReceivedAttend:
 
 @torch.inference_mode()
 def measure_codecs(
-    decoder: Decoder, windows: Iterator[Tensor] | list[Tensor], prefix: int, routes: Mapping[str, Route]
+    decoder: Decoder, windows: Iterable[Tensor], prefix: int, routes: Mapping[str, Route]
 ) -> dict[str, CodecQuality]:
     """Send the first `prefix` tokens of every window [S] by every route, and compare the rest.
 
