@@ -33,7 +33,7 @@ LINE = (
     "cli",
 )
 BASE = {"", "page", "errors", "registry", "config", "sampling_params", "host", "console"}
-COMMAND_LINE = {"cli", "conversation", "__main__"}
+COMMAND_LINE = {"cli", "commands", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")
 PURE += ("bench.workload", "bench.metrics")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from triblade import __version__, cli
+from triblade.commands.frame import SamplingFlags
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import ContextLengthError, ModelNotFoundError
@@ -156,7 +157,7 @@ def test_generate_from_stdin_with_the_chat_template(
 
 
 def test_sampling_flags_become_sampling_params() -> None:
-    flags = cli.SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
+    flags = SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
     assert flags.params() == SamplingParams(max_tokens=3, temperature=0.5, stop=("a", "b"))
 
 

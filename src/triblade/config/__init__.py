@@ -10,7 +10,7 @@ from triblade.config.bench import BenchConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
-from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
+from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ConvertConfig",
     "DType",
     "EngineConfig",
+    "KVCalibrateConfig",
     "LogLevel",
     "ServerConfig",
     "cache_dir",

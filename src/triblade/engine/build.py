@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
+from triblade.kv.wire_rotation import rope_identity
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
@@ -61,6 +63,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
     plan = plan_for(config, model, layout, weight_bytes, device)
+    layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
     cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
@@ -205,7 +208,7 @@ def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, conte
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
-    """The layout of this engine's KV rows."""
+    """The layout of this engine's KV rows; how keys are rotated is known only when the context length is."""
     return KVLayout(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -215,7 +218,6 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: La
         arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
-        rope=repr(model.config.ropes),
     )
 
 
