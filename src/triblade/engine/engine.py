@@ -147,7 +147,7 @@ class Engine:
         """A snapshot for metrics; reads only numbers, from any thread."""
         return EngineLoad(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.receiving),
             num_kv_blocks=self.pool.num_blocks,
             num_free_kv_blocks=self.pool.num_free,
             num_preemptions=self.scheduler.num_preemptions,
