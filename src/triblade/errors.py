@@ -72,6 +72,10 @@ class QualityError(TribladeError):
     """A quantized model is further from its original than the user allows."""
 
 
+class WireError(TribladeError):
+    """KV rows that arrived are damaged, cut short, or not the ones that were asked for; nothing was stored of them."""
+
+
 class RequestError(TribladeError):
     """A request is malformed; nothing was computed for it."""
 

@@ -78,6 +78,15 @@ KV_CODECS = Registry(
     },
 )
 
+# Name -> factory (layout, table or None, dtype of the receiver's cache or None) -> `kv.wire.WireCodec`.
+WIRE_CODECS = Registry(
+    "KV codec on the wire",
+    {
+        "raw": "triblade.kv.wire:RawWire",
+        "int8": "triblade.kv.wire:Int8Wire",
+    },
+)
+
 # Steps of a quantization, composed with "+": `awq+gptq`.
 PASSES = Registry(
     "quantization pass",
