@@ -6,6 +6,7 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 
 from __future__ import annotations
 
+from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
@@ -20,6 +21,8 @@ __all__ = [
     "EngineConfig",
     "LogLevel",
     "ServerConfig",
+    "TopologyConfig",
+    "TransferConfig",
     "cache_dir",
     "forced_isa",
     "from_mapping",

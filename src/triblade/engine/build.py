@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from triblade import host
 from triblade.config import EngineConfig, forced_isa
@@ -38,10 +40,11 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 Kernels = Literal["native", "cuda", "reference"]
+MakePool = Callable[[int, int], Tensor]  # (number of rows, bytes of a row) -> zeros
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load a model and make an engine of it.
+def build_engine(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
+    """Load a model and make an engine of it; `make_pool` gives the memory of its KV rows, where it must be special.
 
     Raises:
         TribladeError: with what is wrong and what to do, before memory is taken where that can be known.
@@ -51,10 +54,10 @@ def build_engine(config: EngineConfig) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(config.threads or host.usable_cores())
     model = open_model(config)
-    return assemble(config, model, device)
+    return assemble(config, model, device, make_pool)
 
 
-def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
+def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_pool: MakePool | None = None) -> Engine:
     """Wire an engine around an opened model."""
     kernels = choose_kernels(config, model, device)
     drafter_plan = plan_drafter(config, model, is_native=kernels == "native")
@@ -63,7 +66,8 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     plan = plan_for(config, model, layout, weight_bytes, device)
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
-    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
+    pool = make_pool(plan.num_kv_blocks, layout.row_bytes) if make_pool else None
+    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device, pool)
     target = _load(config, model, kernels, cache, plan.context_length)
     drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()

@@ -4,13 +4,13 @@ Knows ids and counts only; it is tested on a fake runner in milliseconds. Invari
 computes; a block is published only after the step that computed it; the first request in order always makes progress.
 
 Life of a request here:
-  add -> WAITING -> admitted when blocks for all its tokens are free (minus its cached prefix) -> RUNNING, chunk by chunk, then one
-  token a step -> finish. When a running request needs a block and none is free, the last in order is preempted: it loses its
+  add -> WAITING -> admitted when blocks for all its tokens are free (minus its cached prefix) -> RUNNING, chunk by chunk, then
+  one token a step -> finish. When a running request needs a block and none is free, the last in order is preempted: it loses its
   blocks and waits again; its published blocks stay cached while nobody takes them.
 
-Where rows can come from elsewhere (`RemoteRows`), a request that has its blocks may be WAITING_FOR_KV until they are filled, and then
-waits for a seat like any other, with a longer prefix. Reserved blocks are the first that are taken back, so they never stop those
-who run.
+Where rows can come from elsewhere (`RemoteRows`), a request that has its blocks may be WAITING_FOR_KV until they are filled, and
+then waits for a seat like any other, with a longer prefix. Reserved blocks are the first that are taken back, so they never stop
+those who run.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Scheduler:
         request.propose([])
 
     def arrived(self, request: Request, num_tokens: int) -> None:
-        """A request WAITING_FOR_KV has the KV of its first `num_tokens` tokens; the rest, the last one at least, is computed here."""
+        """A request WAITING_FOR_KV has the KV of its first `num_tokens` tokens; the rest (the last one, at least) is computed."""
         self.receiving.remove(request)
         request.num_computed_tokens = num_tokens
         self._publish(request)
