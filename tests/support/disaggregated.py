@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,8 @@ import torch
 from tiny_engine import tiny_llm
 
 from triblade.config import EngineConfig, TransferConfig
-from triblade.disagg.links import Connector
+from triblade.disagg.frames import Message
+from triblade.disagg.links import Connector, Link, Listener, Receiver
 from triblade.disagg.prefill import PrefillService
 from triblade.disagg.remote import connect_prefill
 from triblade.disagg.shared_rows import SharedPool
@@ -65,10 +66,6 @@ class Pair:
             self.engine, self.client.call_between_steps, self.config, connector, [self.listener.address]
         )
 
-    def wait_until_ready(self) -> Pair:
-        self.eventually(lambda: self.fetcher.num_ready == 1)
-        return self
-
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[Completion]]:
         """As `LLM.generate`, through the client."""
 
@@ -118,14 +115,54 @@ class Pair:
 
 
 @contextmanager
-def pair(model: OpenModel, connector: str = "local", **options: Any) -> Iterator[Pair]:
-    """Two workers, ready; in the end nothing may be left."""
+def pair(
+    model: OpenModel,
+    connector: str = "local",
+    *,
+    change: Callable[[Link, Message], Iterable[Message]] | None = None,
+    refused: bool = False,
+    **options: Any,
+) -> Iterator[Pair]:
+    """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears."""
     with TemporaryDirectory() as folder:
         address = {"local": "prefill", "tcp": "127.0.0.1:0", "shm": str(Path(folder, "p"))}[connector]
-        made = Pair(model, CONNECTORS[connector](), address, **options)
+        way: Connector = CONNECTORS[connector]()
+        made = Pair(model, way if change is None else Disturbed(way, change), address, **options)
         try:
-            made.wait_until_ready()
+            made.eventually(lambda: bool(made.fetcher.refusals) if refused else made.fetcher.num_ready == 1)
             yield made
             made.check_idle()
         finally:
             made.close()
+
+
+class Disturbed:
+    """A connector whose links, on the decode worker's end, show what comes in to `change` first: it returns what to deliver."""
+
+    def __init__(self, inner: Connector, change: Callable[[Link, Message], Iterable[Message]]) -> None:
+        self._inner, self._change = inner, change
+        self.carries_files = inner.carries_files
+
+    def listen(self, address: str, accept: Callable[[Link], None]) -> Listener:
+        return self._inner.listen(address, accept)
+
+    def connect(self, address: str) -> Link:
+        link = self._inner.connect(address)
+        start = link.start
+        link.start = lambda receiver: start(_Changing(receiver, self._change))  # type: ignore[method-assign]
+        return link
+
+
+class _Changing:
+    def __init__(self, receiver: Receiver, change: Callable[[Link, Message], Iterable[Message]]) -> None:
+        self._receiver, self._change = receiver, change
+
+    def received(self, link: Link, message: Message) -> None:
+        for each in self._change(link, message):
+            self._receiver.received(link, each)
+
+    def writable(self, link: Link) -> None:
+        self._receiver.writable(link)
+
+    def lost(self, link: Link, reason: str) -> None:
+        self._receiver.lost(link, reason)

@@ -78,12 +78,13 @@ class Terms(Protocol):
 
 @dataclass(slots=True)
 class _Open:
-    """A transfer that goes on."""
+    """A transfer that the engine has not left yet."""
 
     peer: _Peer
     attempt: int
     left_tokens: int
     deadline_s: float
+    is_over: bool = False  # its end was told
 
 
 class Fetcher:
@@ -177,10 +178,10 @@ class Fetcher:
         """A peer sent rows or an end."""
         with self._lock:
             found = self._open.get(message.transfer)
-            if found is None or found.peer is not peer or found.attempt != message.attempt:
+            if found is None or found.is_over or found.peer is not peer or found.attempt != message.attempt:
                 return  # late, or twice
             if isinstance(message, End):
-                self._forget(message.transfer)
+                found.is_over = True
             else:
                 count = min(found.left_tokens, message.num_tokens)
                 found.left_tokens -= count
@@ -203,10 +204,10 @@ class Fetcher:
         return found
 
     def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
-        for transfer in [number for number, found in self._open.items() if is_over(found)]:
-            found = self._forget(transfer)
-            assert found is not None
-            found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
+        for transfer, found in self._open.items():
+            if found.is_over or not is_over(found):
+                continue
+            found.is_over = True
             self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
 
     def _tell(self, arrival: Arrival) -> None:

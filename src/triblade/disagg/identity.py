@@ -41,11 +41,11 @@ def layout_from(fields: Mapping[str, Any]) -> KVLayout:
         raise WireError(f"the peer's KV layout has other fields: {error}", hint="run equal versions") from error
 
 
-def why_not(ours: KVLayout, theirs: KVLayout, codec: str, their_codec: str) -> str | None:
-    """What keeps two workers from exchanging rows, naming the field; None if nothing does."""
-    if codec != their_codec:
-        return f"codec on the wire: {codec}, {their_codec}"
-    return ours.difference(theirs, content_only=codec != "raw")
+def why_not(prefill: KVLayout, decode: KVLayout, prefill_codec: str, decode_codec: str) -> str | None:
+    """What keeps two workers from exchanging rows, as `field: prefill's, decode's`; None if nothing does."""
+    if prefill_codec != decode_codec:
+        return f"codec on the wire: {prefill_codec}, {decode_codec}"
+    return prefill.difference(decode, content_only=prefill_codec != "raw")
 
 
 def canary(cache: KVCache, codec: WireCodec) -> bytes:

@@ -68,9 +68,9 @@ class RowTerms:
     def check(self, link: Link, hello: Hello) -> None:
         """See `fetcher.Terms`."""
         layout = self._cache.layout
-        difference = why_not(layout, layout_from(hello.layout), self._codec.name, hello.codec)
+        difference = why_not(layout_from(hello.layout), layout, hello.codec, self._codec.name)
         if difference is not None:
-            raise WireError(f"decode and prefill worker differ in {difference}", hint="start both with equal options")
+            raise WireError(f"prefill and decode worker differ in {difference}", hint="start both with equal options")
         check_canary(self._cache, self._codec, hello.payload)
         if hello.by_reference:
             if link.file is None:
