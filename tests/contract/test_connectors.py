@@ -236,7 +236,15 @@ def test_a_prompt_that_the_prefill_worker_cannot_hold_is_computed_here(connector
 
 
 def test_rows_that_nobody_takes_are_released_when_the_lease_ends() -> None:
-    """By reference: the decode worker never says that it copied them."""
-    with pair(model(), "shm", change=Silence(after=2), transfer={"lease_s": 0.2, "transfer_timeout_s": 60.0}) as workers:
-        (completions,) = workers.generate([IDS], GREEDY)  # the worker that gives up says so, and that is let through
+    """By reference, lost on their way together with the end: each side stops waiting by its own clock."""
+
+    def from_the_third(_: Link, message: Message) -> Iterable[Message]:
+        is_lost = isinstance(message, End) or (isinstance(message, Rows) and message.first_token >= 8)
+        return [] if is_lost else [message]
+
+    settings = {"lease_s": 0.1, "transfer_timeout_s": 1.8}
+    with pair(model(), "shm", change=from_the_third, transfer=settings, **OPTIONS) as workers:
+        (completions,) = workers.generate([IDS], GREEDY)
         assert completions[0].token_ids == expected()
+        assert workers.remote.counts.num_tokens == 8
+        assert [state.num_expired for state in workers.fetcher.states] == [1]

@@ -142,4 +142,3 @@ def test_a_busy_label_twice() -> None:  # G18: two requests with one client id
         first, second = prompts()[-1], prompts()[-2]
         found = workers.generate([first, second, first], GREEDY)
         assert [c[0].token_ids for c in found] == [alone()[i].token_ids for i in (-1, -2, -1)]
-
