@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import (
+    AlignConfig,
+    ConvertConfig,
+    EngineConfig,
+    LogLevel,
+    ServerConfig,
+    TopologyConfig,
+    TransferConfig,
+    WorkerConfig,
+    with_environment,
+)
 from triblade.config.checks import require_at_least
 from triblade.conversation import converse, messages, print_error, stream, write
 from triblade.errors import TribladeError
@@ -31,17 +41,21 @@ BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert"), "--model"),
+    **dict.fromkeys(("generate", "chat", "serve", "worker", "eval", "convert"), "--model"),
     "align": "--target",
 }
 
 MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
+WORKER_GROUP = Group("Worker", sort_key=1)
+TOPOLOGY_GROUP = Group("Workers", sort_key=3)
+TRANSFER_GROUP = Group("Transfers between workers", sort_key=4)
 CONVERT_GROUP = Group("Conversion", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
+TransferFlags = Annotated[TransferConfig, Parameter(name="*", group=TRANSFER_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
 
 
@@ -157,12 +171,30 @@ def serve(
     engine: EngineFlags,
     *,
     server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
+    topology: Annotated[TopologyConfig, Parameter(name="*", group=TOPOLOGY_GROUP)] = TopologyConfig(),  # noqa: B008
+    transfer: TransferFlags = TransferConfig(),  # noqa: B008
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
     from triblade.serve.run import serve as run_server
+    from triblade.serve.run import start_engine
 
     console.setup_logging(server.log_level)
-    return run_server(engine, with_environment(server))
+    return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer))
+
+
+@app.command(usage="triblade worker MODEL --role ROLE --address ADDRESS [OPTIONS]")
+def worker(
+    engine: EngineFlags,
+    *,
+    worker: Annotated[WorkerConfig, Parameter(name="*", group=WORKER_GROUP)],
+    transfer: TransferFlags = TransferConfig(),  # noqa: B008
+    log_level: LogLevelFlag = "info",
+) -> int:
+    """Run one worker of a model that several processes serve, until SIGTERM or Ctrl-C."""
+    from triblade.disagg.worker import run_worker
+
+    console.setup_logging(log_level)
+    return run_worker(engine, worker, transfer)
 
 
 @app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")

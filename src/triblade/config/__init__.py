@@ -9,9 +9,10 @@ from __future__ import annotations
 from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
-from triblade.config.mapping import from_mapping, from_toml
+from triblade.config.mapping import from_mapping, from_toml, to_flags
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
 from triblade.config.server import LogLevel, ServerConfig
+from triblade.config.worker import WorkerConfig
 
 __all__ = [
     "AlignConfig",
@@ -23,10 +24,12 @@ __all__ = [
     "ServerConfig",
     "TopologyConfig",
     "TransferConfig",
+    "WorkerConfig",
     "cache_dir",
     "forced_isa",
     "from_mapping",
     "from_toml",
     "offline",
+    "to_flags",
     "with_environment",
 ]

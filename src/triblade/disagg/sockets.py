@@ -152,10 +152,12 @@ class SocketLink:
 class SocketListener:
     """Accepts links until it is closed."""
 
-    def __init__(self, listener: socket.socket, address: str, accept: Callable[[Link], None]) -> None:
-        self.address = address
+    def __init__(
+        self, listener: socket.socket, accept: Callable[[Link], None], vocabulary: Vocabulary = WORKER_PROTOCOL
+    ) -> None:
+        self.address = name_of(listener)
         self._socket = listener
-        self._accept = accept
+        self._accept, self._vocabulary = accept, vocabulary
         threading.Thread(target=self._run, name="triblade-listen", daemon=True).start()
 
     def close(self) -> None:
@@ -170,7 +172,8 @@ class SocketListener:
                 connection, name = self._socket.accept()
             except OSError:
                 return
-            self._accept(SocketLink(prepared(connection), str(name or self.address)))
+            peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else self.address
+            self._accept(SocketLink(prepared(connection), peer, self._vocabulary))
 
 
 class TcpConnector:
@@ -193,7 +196,7 @@ class UnixConnector(TcpConnector):
     carries_files = True
 
 
-def listening(address: str, accept: Callable[[Link], None]) -> SocketListener:
+def listening(address: str, accept: Callable[[Link], None], vocabulary: Vocabulary = WORKER_PROTOCOL) -> SocketListener:
     """Listen at `host:port`, at a path, or at the socket `fd:N` that this process inherited.
 
     Raises:
@@ -203,7 +206,7 @@ def listening(address: str, accept: Callable[[Link], None]) -> SocketListener:
         listener = bound(address)
     except OSError as error:
         raise ConfigError(f"cannot listen at {address}: {error.strerror or error}", hint="check the address") from error
-    return SocketListener(listener, name_of(listener), accept)
+    return SocketListener(listener, accept, vocabulary)
 
 
 def bound(address: str) -> socket.socket:
