@@ -89,6 +89,7 @@ class ClientPort:
         await asyncio.gather(*tasks, return_exceptions=True)
         for link in list(self._links):
             link.close()
+            await asyncio.to_thread(link.join)
 
     def _soon(self, call: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is over, and so is everything

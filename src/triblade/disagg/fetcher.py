@@ -170,9 +170,9 @@ class Fetcher:
     def close(self) -> None:
         """See `KVConnector`."""
         self._closed.set()
+        self._thread.join()
         for peer in self._peers:
             peer.leave()
-        self._thread.join()
 
     def arrived(self, peer: _Peer, link: Link, message: Rows | End) -> None:
         """A peer sent rows or an end."""
@@ -254,6 +254,7 @@ class _Peer:
         link = self._link
         if link is not None:
             link.close()
+            link.join()
 
     def tend(self, connector: Connector, now: float) -> None:
         """Dial when it is time; hang up on who is silent."""

@@ -54,6 +54,10 @@ class Link(Protocol):
         """Break the link; what is unsent may be lost."""
         ...
 
+    def join(self) -> None:
+        """Wait until a closed link has told everything; not from within its receiver."""
+        ...
+
 
 class Listener(Protocol):
     """Where links begin."""
@@ -133,6 +137,9 @@ class LocalLink:
         for end in (self, self._other):
             if end is not None:
                 end._end()
+
+    def join(self) -> None:
+        """See `Link`."""
 
     def _take(self, message: Message) -> None:
         with self._lock:

@@ -141,6 +141,7 @@ class PrefillService:
         for link in list(self._links):
             self._forget_link(link)
             link.close()
+            link.join()
 
     def _read_inbox(self) -> None:
         """Take what waits; without work, wait a little for it."""

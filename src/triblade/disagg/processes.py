@@ -87,6 +87,8 @@ class WorkerProcess:
                 log.warning("%s does not end and is killed", self.name)
                 self._process.kill()
                 self._process.wait()
+            if self._process.returncode:
+                log.warning("%s ended with exit code %d", self.name, self._process.returncode)
         self._listener.close()
         for descriptor in (self.pipe, self._parent_end):
             with contextlib.suppress(OSError):

@@ -127,6 +127,7 @@ class RemoteClient:
     def close(self) -> None:
         """Leave the worker; it aborts what it computes for this client."""
         self._link.close()
+        self._link.join()
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""

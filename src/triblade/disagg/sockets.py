@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 # A peer that takes nothing for so long is gone, whatever TCP thinks.
 SEND_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 5.0
 BACKLOG = 64
 SOCKET_BUFFER_BYTES = 4 << 20
 
@@ -43,12 +44,16 @@ class SocketLink:
         self._unsent = 0
         self._receiver: Receiver | None = None
         self._closed = False
+        self._threads = [
+            threading.Thread(target=work, name=f"triblade-link{work.__name__}", daemon=True)
+            for work in (self._read, self._write)
+        ]
 
     def start(self, receiver: Receiver) -> None:
         """See `Link`."""
         self._receiver = receiver
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name=f"triblade-link{work.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def send(self, message: Message, *, file: int | None = None) -> None:
         """See `Link`."""
@@ -69,6 +74,12 @@ class SocketLink:
             self._end("closed")
         else:
             self._outbox.put(None)
+
+    def join(self) -> None:
+        """See `Link`."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(JOIN_TIMEOUT_S)
 
     def _read(self) -> None:
         reason = "the peer closed the connection"
@@ -158,19 +169,27 @@ class SocketListener:
         self.address = name_of(listener)
         self._socket = listener
         self._accept, self._vocabulary = accept, vocabulary
-        threading.Thread(target=self._run, name="triblade-listen", daemon=True).start()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="triblade-listen", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """See `Listener`."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """See `Listener`. A socket that was inherited goes on listening for its other owners."""
+        self._is_open = False
+        with contextlib.suppress(OSError), socket.socket(self._socket.family) as waker:
+            waker.settimeout(JOIN_TIMEOUT_S)
+            waker.connect(self._socket.getsockname())
+        self._thread.join(JOIN_TIMEOUT_S)
         self._socket.close()
 
     def _run(self) -> None:
-        while True:
+        while self._is_open:
             try:
                 connection, name = self._socket.accept()
             except OSError:
+                return
+            if not self._is_open:
+                connection.close()
                 return
             peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else self.address
             self._accept(SocketLink(prepared(connection), peer, self._vocabulary))
