@@ -19,13 +19,28 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from triblade import cli  # noqa: F401 - registers every command
 from triblade.commands.frame import SamplingFlags, app
-from triblade.config import AlignConfig, BenchConfig, ConvertConfig, EngineConfig, KVCalibrateConfig, ServerConfig
+from triblade.config import (
+    AlignConfig,
+    BenchConfig,
+    ConvertConfig,
+    EngineConfig,
+    KVCalibrateConfig,
+    ServerConfig,
+    TopologyConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 COMMANDS = {name: app[name].default_command for name in app if not name.startswith("-")}
 GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
-GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment", "BenchConfig": "load test"}
 GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment", "KVCalibrateConfig": "KV table"}
+GROUPS |= {
+    "TopologyConfig": "workers",
+    "WorkerConfig": "worker",
+    "TransferFlags": "transfer",
+    "BenchConfig": "load test",
+}
 INTRODUCTION = """\
 # Command line
 
@@ -129,6 +144,9 @@ def page() -> str:
     parts += option_table("Engine options", EngineConfig)
     parts += option_table("Sampling options", SamplingFlags)
     parts += option_table("Server options", ServerConfig)
+    parts += option_table("Workers options", TopologyConfig)
+    parts += option_table("Worker options", WorkerConfig)
+    parts += option_table("Transfer options", TransferConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

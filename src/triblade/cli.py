@@ -20,7 +20,7 @@ from triblade.conversation import print_error
 from triblade.errors import TribladeError
 
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert", "kv-calibrate", "bench"), "--model"),
+    **dict.fromkeys(("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench"), "--model"),
     "align": "--target",
 }
 

@@ -64,6 +64,10 @@ class EngineDeadError(TribladeError):
     error_type = "service_unavailable_error"
 
 
+class WorkerLostError(EngineDeadError):
+    """The process that served a request is gone or leaving, or cannot be reached; another one may serve it."""
+
+
 class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
 

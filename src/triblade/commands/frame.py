@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Group, Parameter
 
 from triblade import __version__
-from triblade.config import EngineConfig, LogLevel
+from triblade.config import EngineConfig, LogLevel, TransferConfig
 from triblade.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,11 +26,15 @@ MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
 CONVERT_GROUP = Group("Conversion", sort_key=1)
+WORKER_GROUP = Group("Worker", sort_key=1)
+TOPOLOGY_GROUP = Group("Workers", sort_key=3)
+TRANSFER_GROUP = Group("Transfers between workers", sort_key=4)
 BENCH_GROUP = Group("Load test", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
 KV_GROUP = Group("KV table", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
+TransferFlags = Annotated[TransferConfig, Parameter(name="*", group=TRANSFER_GROUP)]
 LogLevelFlag = Annotated[LogLevel, Parameter(help="Least severe messages to log (to standard error).")]
 
 

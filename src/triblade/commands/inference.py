@@ -1,4 +1,4 @@
-"""Commands that run a model: pull, generate, chat, serve."""
+"""Commands that run a model: pull, generate, chat, serve, worker."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from triblade import console
-from triblade.commands.frame import SERVER_GROUP, EngineFlags, LogLevelFlag, Sampling, SamplingFlags, app
-from triblade.config import ServerConfig, with_environment
+from triblade.commands.frame import (
+    SERVER_GROUP,
+    TOPOLOGY_GROUP,
+    WORKER_GROUP,
+    EngineFlags,
+    LogLevelFlag,
+    Sampling,
+    SamplingFlags,
+    TransferFlags,
+    app,
+)
+from triblade.config import ServerConfig, TopologyConfig, TransferConfig, WorkerConfig, with_environment
 from triblade.conversation import converse, messages, stream, write
 
 
@@ -80,9 +90,27 @@ def serve(
     engine: EngineFlags,
     *,
     server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
+    topology: Annotated[TopologyConfig, Parameter(name="*", group=TOPOLOGY_GROUP)] = TopologyConfig(),  # noqa: B008
+    transfer: TransferFlags = TransferConfig(),  # noqa: B008
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
     from triblade.serve.run import serve as run_server
+    from triblade.serve.run import start_engine
 
     console.setup_logging(server.log_level)
-    return run_server(engine, with_environment(server))
+    return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer))
+
+
+@app.command(usage="triblade worker MODEL --role ROLE --address ADDRESS [OPTIONS]")
+def worker(
+    engine: EngineFlags,
+    *,
+    worker: Annotated[WorkerConfig, Parameter(name="*", group=WORKER_GROUP)],
+    transfer: TransferFlags = TransferConfig(),  # noqa: B008
+    log_level: LogLevelFlag = "info",
+) -> int:
+    """Run one worker of a model that several processes serve, until SIGTERM or Ctrl-C."""
+    from triblade.disagg.worker import run_worker
+
+    console.setup_logging(log_level)
+    return run_worker(engine, worker, transfer)
