@@ -104,6 +104,17 @@ DRAFTERS = Registry(
     },
 )
 
+# Name -> class (cache, model) -> `engine.attend.StepAttention`; see `engine.attention_choice.AttentionKind`.
+ATTENTION_BACKENDS = Registry(
+    "attention backend",
+    {
+        "flash_attn": "triblade.engine.attention_packages:FlashAttention",
+        "flashinfer": "triblade.engine.attention_packages:FlashInfer",
+        "sdpa": "triblade.engine.attend:SdpaAttention",
+        "eager": "triblade.engine.attend:EagerAttention",
+    },
+)
+
 BACKENDS = Registry(
     "backend",
     {

@@ -13,6 +13,8 @@ import torch
 
 from triblade import host
 from triblade.config import EngineConfig, forced_isa
+from triblade.engine.attend import AttentionNeeds, StepAttention
+from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
 from triblade.engine.drafters import TargetParts, plan_drafter
@@ -38,6 +40,7 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 Kernels = Literal["native", "cuda", "reference"]
+TORCH_ATTENTION = ("sdpa", "eager")
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -101,13 +104,14 @@ def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCac
     """The weights, in an executor."""
     executor: StepExecutor
     team = None
+    attention = _attention(config, model, kernels, cache)
     if kernels == "native":
         team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores)
         executor = native_executor(config, model, cache, context_length, team)
     elif kernels == "cuda":
-        executor = cuda_executor(config, model, cache, context_length)
+        executor = cuda_executor(config, model, cache, context_length, attention)
     else:
-        executor = torch_executor(config, model, cache, context_length)
+        executor = torch_executor(config, model, cache, context_length, attention)
     return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
 
 
@@ -148,8 +152,6 @@ def _wants_reference(config: EngineConfig) -> str | None:
 
 
 def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
-    if config.attention_backend != "auto":
-        return f"attention backend {config.attention_backend}"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"compute capability {'.'.join(map(str, capability))} (CUDA kernels: 9.0)"
@@ -161,9 +163,24 @@ def _against_native(config: EngineConfig, model: OpenModel, device: torch.device
         return f"device {device.type}"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {model.dtype}"
-    if config.attention_backend != "auto":
-        return f"attention backend {config.attention_backend}"
+    if config.attention_backend in TORCH_ATTENTION:
+        return f"attention {config.attention_backend} is torch's"
     return why_not_native(model.config, _kv_dtype(config, model), config.block_size)
+
+
+def _attention(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCache) -> StepAttention | None:
+    """How attention is computed, with its reason in the log; None: by what the kernels bring along."""
+    if config.deterministic:
+        log.info("attention: deterministic mode has its own")
+        return None
+    device = cache.pool.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    needs = AttentionNeeds(model=model.config, dtype=model.dtype, codec=_kv_dtype(config, model), capability=capability)
+    default = (OWN, f"the {kernels} kernels bring it along")
+    if kernels == "reference":
+        is_capped = model.config.attention_softcap is not None
+        default = ("eager", "the model caps attention scores") if is_capped else ("sdpa", "fastest that fits the model")
+    return choose_attention(config.attention_backend, default, needs, cache)
 
 
 def native_executor(
@@ -182,11 +199,17 @@ def native_executor(
     return NativeExecutor(model.config, weights, cache, context_length, options, team)
 
 
-def cuda_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> CudaExecutor:
+def cuda_executor(
+    config: EngineConfig,
+    model: OpenModel,
+    cache: KVCache,
+    context_length: int,
+    attention: StepAttention | None = None,
+) -> CudaExecutor:
     """Pack the weights on the device."""
     memory = cache.pool.device
     weights = DeviceReader(model.checkpoint, model.config, model.dtype, memory, config.quantization).read()
-    return CudaExecutor(
+    executor = CudaExecutor(
         model.config,
         weights,
         cache,
@@ -194,14 +217,22 @@ def cuda_executor(config: EngineConfig, model: OpenModel, cache: KVCache, contex
         vocab_size=model.vocab_size,
         device=CudaDevice(memory),
     )
+    if attention is not None:
+        executor.attend_by(attention)
+    return executor
 
 
-def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> TorchExecutor:
-    """Load dense weights for the reference kernels."""
+def torch_executor(
+    config: EngineConfig,
+    model: OpenModel,
+    cache: KVCache,
+    context_length: int,
+    attention: StepAttention | None = None,
+) -> TorchExecutor:
+    """Load dense weights for the reference kernels; without `attention` theirs is used."""
     softcap = model.config.attention_softcap is not None
-    backend, reason = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
-    log.info("backend %s, %s", backend.name, reason)
-    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size)
+    backend, _ = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
+    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size, attention)
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:

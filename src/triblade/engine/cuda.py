@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triblade.engine.attend import StepAttention
 from triblade.engine.batch import StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
 from triblade.engine.cuda_steps import Flight, RecordedSteps, blocks_of, slots_of, write_draws
@@ -101,6 +102,11 @@ class CudaExecutor:
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return MOST_ROWS
+
+    def attend_by(self, attention: StepAttention) -> None:
+        """Attend so from now on, not by the kernels; steps are launched then, since nobody else's can be relied on in a graph."""
+        self._decoder.other_attention = attention
+        self._records = False
 
     def expect_draws(self, draws: Sequence[Draw] | None) -> None:
         """See `DrawsTokens`."""

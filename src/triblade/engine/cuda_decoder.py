@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triblade.engine.attend import StepAttention
+from triblade.engine.batch import AttentionGroup
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
@@ -98,6 +100,7 @@ class CudaDecoder:
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
         self._vectors.reserve_draws(config.vocab_size)
+        self.other_attention: StepAttention | None = None  # in place of the kernels' own
         # The scale is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
 
@@ -139,6 +142,8 @@ class CudaDecoder:
         """Final-norm hidden states [T, C] of tokens [T] int32 into `hidden`; `all_tokens` has every position and slot."""
         config, vectors = self.config, self._vectors
         x, normed = buffers.x, buffers.normed
+        if self.other_attention is not None:
+            self.other_attention.begin([_attention_group(group) for group in groups])
         vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, x)
         added: tuple[Tensor, Tensor] | None = None
         for index, layer in enumerate(self.weights.layers):
@@ -197,6 +202,11 @@ class CudaDecoder:
         cosines, sines = self._ropes[config.layers[index].rope]
         rotation = Rotation(cosines=cosines, sines=sines, norm=layer.qk_norm, eps=config.rms_norm_eps)
         self._attention.rotate_and_write(buffers.qkv, all_tokens, place, rotation)
+        if self.other_attention is not None:
+            heads = buffers.qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_heads]  # [T, H, D]
+            mixed = self.other_attention.attend(index, heads).flatten(1)
+            self._vectors.arrange(mixed.contiguous(), buffers.mixed)
+            return
         scoring = Scoring(
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
@@ -237,6 +247,15 @@ class CudaDecoder:
             seqused_k=group.lengths,
         )[0]
         out.copy_(attended.flatten(1))
+
+
+def _attention_group(group: Group) -> AttentionGroup:
+    """The same sequences for an attention of torch or of a package."""
+    sequences = group.sequences
+    positions = sequences.positions.view(-1, sequences.queries).long()
+    keys = torch.arange(group.num_keys, device=positions.device)
+    foreign = keys > positions[:, -1:] if len(positions) > 1 else None
+    return AttentionGroup(group.first_row, positions, sequences.tables.long(), group.num_keys, foreign)
 
 
 def paged_layer(cache: KVCache, index: int) -> PagedLayer:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triblade.kv.arrangement import PLANES, PlaneView
+from triblade.kv.arrangement import PLANES, PlaneView, TokenPlane
 from triblade.kv.codecs import KVCodec
 from triblade.kv.layout import KVLayout, Plane
 from triblade.registry import KV_CODECS
@@ -58,6 +58,19 @@ class KVCache:
     def read(self, layer: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of blocks [S, B], decoded: two tensors [S, B * block_size, G, D]."""
         return self._read(self._keys[layer], block_table), self._read(self._values[layer], block_table)
+
+    @property
+    def stores_vectors(self) -> bool:
+        """Whether keys and values lie in the pool as they are, token after token."""
+        planes, _ = self.layout.planes(self.first_layer)
+        return len(planes) == 1 and self.layout.arrangement == "tokens"
+
+    def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [num_blocks, block_size, G, D] in place, where `stores_vectors`."""
+        (keys,), (values,) = self._keys[layer], self._values[layer]
+        assert isinstance(keys, TokenPlane)
+        assert isinstance(values, TokenPlane)
+        return keys.vectors, values.vectors
 
     def _read(self, planes: tuple[PlaneView, ...], block_table: Tensor) -> Tensor:
         blocks = block_table.flatten()
