@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_models import cuda_tiny
+from cuda_models import config_of, cuda_tiny
 from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits, sequence
 from tiny import prompt
 
+from triblade.engine.attend import EagerAttention, SdpaAttention
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
@@ -36,6 +37,20 @@ def test_every_family(family: str, codec: str) -> None:
     rounded = error(all_logits(gpu_reference(model, torch.bfloat16), IDS), expected)
     for chunk in (None, 11):
         ours = error(all_logits(gpu_executor(model, codec), IDS, chunk), expected)
+        assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen2-window", SdpaAttention), ("gemma2", EagerAttention)])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_another_attention(family: str, kind: Any, codec: str) -> None:
+    """Prompts in chunks and single tokens, beside the kernels' products."""
+    model = cuda_tiny(family)
+    expected = all_logits(gpu_reference(model, torch.float32), IDS)
+    rounded = error(all_logits(gpu_reference(model, torch.bfloat16), IDS), expected)
+    executor = gpu_executor(model, codec)
+    executor.attend_by(kind(executor.cache, config_of(model)))
+    for chunk in (11, 1):
+        ours = error(all_logits(executor, IDS, chunk), expected)
         assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
 
 

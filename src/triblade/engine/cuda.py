@@ -3,6 +3,7 @@
 1. `forward` writes the step's inputs and replays the graph of the smallest recorded size (`cuda_steps`).
 2. `score` waits for the tokens. Where every sequence takes its best one, the next step is started at once; and when
    `forward` then asks for exactly that step, the one after it as well, so that the device never waits for the host.
+   Rows of drafts are such a step with several tokens each, but never started ahead: what follows is not known.
 3. A step that was started ahead is right for the sequences that go on with their best tokens; those that ended leave it.
    If anything else is asked for, it was computed for nothing, and the step begins from the host's inputs.
 Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling.
@@ -20,7 +21,7 @@ from torch import Tensor
 from triblade.engine.attend import StepAttention
 from triblade.engine.batch import StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
-from triblade.engine.cuda_steps import Flight, RecordedSteps, blocks_of, slots_of, write_draws
+from triblade.engine.cuda_steps import Flight, RecordedSteps, Shape, blocks_of, later, rows_of, slots_of, write_draws
 from triblade.engine.executor import Draw, Scores
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
@@ -33,7 +34,19 @@ from triblade.ops.cuda.packing import DeviceMatrix
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # sequences of a recorded step
 MOST_ROWS = 256  # of a recorded step, and of the head at a time
-MOST_QUERIES = 16  # per sequence of a recorded step
+QUERIES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    9,
+    12,
+    16,
+)  # per sequence of a recorded step: tokens to verify, the last of them perhaps nobody's
+MOST_PADDING = (
+    2  # rows of a recorded step for each that somebody takes, beyond which every token becomes a sequence of its own
+)
 FLOATS = (torch.bfloat16, torch.float16)
 
 
@@ -45,6 +58,27 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
     reasons = [packing.why_not_dense(width) for width in widths]
     reasons += [attention.why_not(config.head_dim, codec, dtype), vectors.why_not_width(config.hidden_size)]
     return next((reason for reason in reasons if reason), None)
+
+
+def _recorded_shape(items: Sequence[StepItem]) -> Shape | None:
+    """Of the recorded step that takes these items, fewest tokens first; None: none does.
+
+    Where they have about equally many tokens each is a sequence. Else a token is one: it sees what stands before it, as keys are
+    written before anybody attends, and reads them for itself.
+    """
+    rows, queries = sum(item.num_tokens for item in items), bucket_of(QUERIES, items[-1].num_tokens)
+    size = bucket_of(BUCKETS, len(items))
+    if queries is None or size is None:
+        return None
+    if size * queries <= min(MOST_ROWS, MOST_PADDING * max(rows, size)):
+        return Shape(size, queries)
+    single = bucket_of(BUCKETS, rows)
+    return None if single is None else Shape(single, 1)
+
+
+def bucket_of(buckets: Sequence[int], number: int) -> int | None:
+    """The smallest that holds `number`."""
+    return next((bucket for bucket in buckets if bucket >= number), None)
 
 
 class CudaExecutor:
@@ -124,11 +158,9 @@ class CudaExecutor:
                 return
         elif ahead is not None:
             self._runs_ahead = False
-        queries, count = items[0].num_tokens, len(items)
-        size = next((bucket for bucket in BUCKETS if bucket >= count), 0)
-        fits = self._records and 0 < size * queries <= MOST_ROWS and queries <= MOST_QUERIES
-        if fits and items[-1].num_tokens == queries:
-            self._begin(items, size)
+        shape = _recorded_shape(items) if self._records else None
+        if shape is not None:
+            self._begin(items, shape)
         else:
             self._now, self._runs_ahead = None, True
             self._launch(items)
@@ -141,12 +173,12 @@ class CudaExecutor:
         if with_logits and self._next is not None:  # which takes the place of this one's logits
             self._next = None
             self._draws = None
-            self._begin(self._items, len(self._now.recorded.inputs.num_blocks))
+            self._begin(self._items, self._now.recorded.shape)
         everything = self._best_now = self._steps.best(self._now)
         index = [self._rows[row] for row in rows]
         best = [everything[row] for row in index]
         if not with_logits:
-            if self._next is None and self._runs_ahead and self._now.recorded.queries == 1:
+            if self._next is None and self._runs_ahead and self._now.goes_on:
                 self._next = self._steps.follow(self._now)
             return Scores(best, None)
         logits = self._logits[: len(index)] if index == list(range(len(index))) else self._logits[index]
@@ -165,13 +197,13 @@ class CudaExecutor:
             logits=self._logits,
         )
 
-    def _begin(self, items: Sequence[StepItem], size: int) -> None:
-        self._now, self._items, self._best_now = self._steps.begin(items, size, self._draws), items, None
-        self._rows = list(range(len(items) * items[0].num_tokens))
+    def _begin(self, items: Sequence[StepItem], shape: Shape) -> None:
+        self._now, self._items, self._best_now = self._steps.begin(items, shape, self._draws), items, None
+        self._rows = [row for rows in rows_of(items, shape) for row in rows]
 
     def _expected(self, items: Sequence[StepItem]) -> list[int] | None:
         """The rows of these items in the step after the last one, if each goes on there with its best token."""
-        if self._now is None or self._best_now is None or self._now.recorded.queries != 1:
+        if self._now is None or self._best_now is None or not self._now.goes_on:
             return None
         if self._now.recorded.draws != (self._draws is not None):
             return None
@@ -208,8 +240,12 @@ class CudaExecutor:
             row = groups[-1].rows.stop
         self._launched_draws = {}
         if self._draws is not None:
-            ends = np.cumsum([item.num_tokens for item in items]) - 1
-            self._launched_draws = dict(zip(ends.tolist(), self._draws, strict=True))
+            ends = np.cumsum([item.num_tokens for item in items]).tolist()
+            self._launched_draws = {
+                end - draw.rows + number: later(draw, number)
+                for end, draw in zip(ends, self._draws, strict=True)
+                for number in range(draw.rows)
+            }
         buffers = decoder.part_of(self._steps.buffers, row) if row <= MOST_ROWS else decoder.buffers(row)
         everyone = Sequences(positions=flat[1], slots=flat[2], tables=groups[0].sequences.tables, queries=1)
         hidden = torch.empty(row, decoder.config.hidden_size, dtype=decoder.dtype, device=self._memory)
@@ -250,5 +286,5 @@ class CudaExecutor:
         if not self._launched_draws:
             return None
         columns = np.zeros((vectors.DRAW_COLUMNS, len(rows)), dtype=np.int32)
-        write_draws(columns, [self._launched_draws[row] for row in rows])
+        write_draws(columns, ((number, self._launched_draws[row]) for number, row in enumerate(rows)))
         return torch.from_numpy(columns).to(self._memory)

@@ -66,6 +66,9 @@ class Draw:
     position: int  # output tokens before it
     temperature: float
     min_p: float
+    rows: int = (
+        1  # at the item's end, each drawn as if one more output token were before it: more than one where drafts are
+    )
 
 
 GREEDY = Draw(0, 0, 0.0, 0.0)
