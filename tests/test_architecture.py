@@ -29,6 +29,7 @@ LINE = (
     "tune",
     "deploy",
     "llm",
+    "writing",
     "cli",
 )
 BASE = {"", "errors", "registry", "config", "sampling_params", "host", "console"}

@@ -238,7 +238,7 @@ def align(
     Args:
         as_json: Print the whole report as one JSON object.
     """
-    from triblade.llm import align_head
+    from triblade.writing import align_head
 
     console.setup_logging(log_level)
     report = align_head(config)
@@ -340,10 +340,11 @@ def _both(engine: EngineConfig, against: str | None) -> list[EngineConfig]:
 
 def _repetition(engine: EngineConfig, text: Path, count: int, tokens: int) -> float:
     """How much a model repeats itself when it goes on writing `count` pieces of a text."""
-    from triblade.llm import LLM, long_texts
+    from triblade.llm import LLM
     from triblade.models.loader import open_model
     from triblade.quant.evaluate import prompts_from
     from triblade.quant.repetition import repetition_rate
+    from triblade.writing import long_texts
 
     prompts = prompts_from(open_model(engine), text, count)
     return repetition_rate(long_texts(LLM(engine), prompts, tokens))
@@ -351,7 +352,8 @@ def _repetition(engine: EngineConfig, text: Path, count: int, tokens: int) -> fl
 
 def _own_text(config: ConvertConfig) -> Path:
     """Calibration text that the model writes itself, kept beside the output for --resume."""
-    from triblade.llm import LLM, write_own_text
+    from triblade.llm import LLM
+    from triblade.writing import write_own_text
 
     path = config.output.with_name(f"{config.output.name}.calibration.json")
     if not path.is_file():

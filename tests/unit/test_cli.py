@@ -263,7 +263,7 @@ def test_flags_of_long_runs_make_their_configuration(
     module = types.ModuleType("stand-in")
     module.convert = module.align_head = lambda config: seen.append(config) or SamplingParams()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triblade.quant.convert", module)
-    monkeypatch.setitem(sys.modules, "triblade.llm", module)
+    monkeypatch.setitem(sys.modules, "triblade.writing", module)
     assert cli.main([command, "m", "--output", "o", "--bits", "8", "--resume", "--threads", "2"]) == 0
     assert seen == [config]
 
