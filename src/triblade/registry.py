@@ -93,7 +93,7 @@ PASSES = Registry(
     },
 )
 
-# Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
+# Name -> function (config, model, kernels) -> `engine.drafters.DrafterPlan`.
 DRAFTERS = Registry(
     "drafter",
     {

@@ -243,7 +243,7 @@ DRAFTS = [  # what three requests have drafted for them, step by step
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_are_verified_in_recorded_steps(folder: Path, temperature: float) -> None:
-    """Right and wrong drafts of several lengths together: tokens are those of plain steps, seed for seed, and nothing is launched."""
+    """Right and wrong drafts of several lengths together: the tokens of plain steps, seed for seed, and nothing is launched."""
     model = cuda_tiny("qwen2", num_hidden_layers=2)
     config = config_of(model)
     plain, drafted = (cuda_executor(model.source, config, folder, kind=RecordingExecutor) for _ in range(2))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from triblade.engine.attend import AttentionNeeds, StepAttention
 from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
-from triblade.engine.drafters import TargetParts, plan_drafter
+from triblade.engine.drafters import Kernels, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
@@ -39,7 +39,6 @@ from triblade.spec.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-Kernels = Literal["native", "cuda", "reference"]
 TORCH_ATTENTION = ("sdpa", "eager")
 
 
@@ -60,7 +59,7 @@ def build_engine(config: EngineConfig) -> Engine:
 def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
     """Wire an engine around an opened model."""
     kernels = choose_kernels(config, model, device)
-    drafter_plan = plan_drafter(config, model, is_native=kernels == "native")
+    drafter_plan = plan_drafter(config, model, kernels=kernels)
     layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
     plan = plan_for(config, model, layout, weight_bytes, device)

@@ -107,6 +107,7 @@ class CudaExecutor:
     ) -> None:
         self.name = "cuda"
         self.cache = cache
+        self.device = device
         self._context_length = context_length
         self._decoder = CudaDecoder(config, weights, cache, context_length, device, MOST_ROWS)
         self._memory = cache.pool.device
@@ -123,6 +124,7 @@ class CudaExecutor:
         self._next: Flight | None = None  # the step after it, if it was started
         self._best_now: list[int] | None = None  # its best tokens, once they were waited for
         self._draws: Sequence[Draw] | None = None  # of the step
+        self._launched_states = torch.empty(0)  # of the last step, if it was launched and keeps them
         self._launched_draws: dict[int, Draw] = {}  # of the last step, by row, if it was launched
         self._runs_ahead = True  # whether the step after the last one is likely to be asked for
 
@@ -136,6 +138,23 @@ class CudaExecutor:
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return MOST_ROWS
+
+    @property
+    def embedding(self) -> DeviceMatrix:
+        """The table [V, C], dense."""
+        return self._decoder.weights.embedding
+
+    def keep_layers(self, layers: Sequence[int]) -> None:
+        """From now on steps keep their final-norm hidden states, and what these layers leave behind them; see `states`."""
+        self._decoder.keeps_states, self._decoder.kept_layers = True, tuple(layers)
+        self._steps = self._recorded_steps()
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, F * C] of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
+        kept = self._launched_states if self._now is None else self._steps.states(self._now)  # [F, T, C]
+        places = list(rows) if self._now is None else [self._rows[row] for row in rows]
+        return kept[:, torch.tensor(places).to(self._memory)].transpose(0, 1).flatten(1)
 
     def attend_by(self, attention: StepAttention) -> None:
         """Attend so from now on, not by the kernels; steps are launched then, since nobody else's can be relied on in a graph."""
@@ -251,6 +270,8 @@ class CudaExecutor:
         hidden = torch.empty(row, decoder.config.hidden_size, dtype=decoder.dtype, device=self._memory)
         self._hidden = Activations(hidden, row, 0)
         decoder.forward(flat[0], everyone, groups, buffers, self._hidden)
+        if buffers.states is not None:
+            self._launched_states = buffers.states
 
     def _group(self, items: list[StepItem], first_row: int, flat: Tensor) -> Group:
         queries = items[0].num_tokens

@@ -123,6 +123,8 @@ class RecordedSteps:
         self._vocab_size = vocab_size
         self._logits = logits
         self.buffers = decoder.buffers(max_rows)
+        # Beside the step's own, since the one behind it writes there before the host asks for these.
+        self._states = [torch.empty_like(kept) for kept in [self.buffers.states] * RESULTS if kept is not None]
         self._best = torch.empty(max_rows, dtype=torch.int32, device=self._memory)
         self._is_cuda = self._memory.type == "cuda"
         self._results = [self._pinned(max_rows) for _ in range(RESULTS)]
@@ -188,10 +190,16 @@ class RecordedSteps:
         tokens: list[int] = self._results[flight.slot][:rows].tolist()
         return tokens
 
+    def states(self, flight: Flight) -> Tensor:
+        """What `CudaDecoder` keeps [F, rows, C] of a step; good until the second step after it."""
+        return self._states[flight.slot]
+
     def _replay(self, recorded: Recorded, places: dict[Any, Place], number: int, goes_on: bool) -> Flight:
         slot, rows = next(self._numbers) % RESULTS, recorded.inputs.tokens.shape[1]
         recorded.graph.replay()
         self._results[slot][:rows].copy_(self._best[:rows], non_blocking=True)
+        if self.buffers.states is not None:
+            self._states[slot][:, :rows].copy_(self.buffers.states[:, :rows])
         if self._is_cuda:
             self._done[slot].record()
         return Flight(recorded, places, number, slot, goes_on)
