@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,30 +19,13 @@ from tiny import prompt
 from triblade.engine.attend import AttentionNeeds, EagerAttention, SdpaAttention
 from triblade.engine.attention_choice import choose_attention
 from triblade.engine.attention_packages import FlashAttention, FlashInfer
-from triblade.engine.batch import Batch
+from triblade.engine.batch import Batch, NobodysItem
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.models.config import ModelConfig
 
 HOPPER = (9, 0)
 FAMILIES = ("qwen2-window", "gemma2", "llama")
-
-
-@dataclass
-class Item:
-    """Implements `StepItem`."""
-
-    block_table: array[int]
-    start: int
-    num_tokens: int
-
-    @property
-    def request(self) -> Item:
-        return self
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [0] * self.num_tokens
 
 
 @cache
@@ -106,7 +88,12 @@ def test_every_way_gives_the_same(
         return
     pool = filled_cache(model, codec, block_size)
     tables = [array("i", [4, 2]), array("i", [0, 3]), array("i", [1, 4]), array("i", [3, 1])]
-    items = [Item(tables[0], 20, 1), Item(tables[1], 3, 1), Item(tables[2], 11, 7), Item(tables[3], 0, 7)]
+    items = [
+        NobodysItem(tables[0], 20, 1),
+        NobodysItem(tables[1], 3, 1),
+        NobodysItem(tables[2], 11, 7),
+        NobodysItem(tables[3], 0, 7),
+    ]
     groups = Batch.build(items, block_size, torch.device("cpu")).groups
     q = torch.randn(16, model.num_heads + 2, model.head_dim).bfloat16()[:, : model.num_heads]
     ways = [made(pool, model) for made in (EagerAttention, kind)]

@@ -29,7 +29,7 @@ def cuda_open(name: str = "llama", **overrides: Any) -> OpenModel:
 def cuda_llm(model: OpenModel, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
     """An engine around it; kernels are compiled into `folder`."""
     monkeypatch.setattr(build, "choose_kernels", lambda *_: "cuda")
-    monkeypatch.setattr(build, "CudaDevice", lambda _: EmulatedDevice(folder))
+    monkeypatch.setattr(build, "CudaDevice", lambda *_: EmulatedDevice(folder))
     monkeypatch.setattr(build, "CudaExecutor", RecordingExecutor)
     settings = {"block_size": 16, "num_kv_blocks": 40, "device": "cpu", **options}
     return LLM.from_engine(assemble(EngineConfig(model=model.name, **settings), model, torch.device("cpu")))

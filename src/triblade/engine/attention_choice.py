@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
 from triblade.engine.attend import AttentionNeeds, EagerAttention, StepAttention
-from triblade.engine.batch import Batch
+from triblade.engine.batch import Batch, NobodysItem
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.registry import ATTENTION_BACKENDS
@@ -70,23 +69,6 @@ def _against(name: str, needs: AttentionNeeds, cache: KVCache) -> str | None:
     return _failure(kind, needs, cache) if reason is None and kind.is_package else reason
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialItem:
-    """Implements `StepItem` and `OwnsBlocks`."""
-
-    block_table: array[int]
-    start: int
-    num_tokens: int
-
-    @property
-    def request(self) -> _TrialItem:
-        return self
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [0] * self.num_tokens
-
-
 def _failure(kind: AttentionKind, needs: AttentionNeeds, engine_cache: KVCache) -> str | None:
     """What goes wrong with two sequences of random keys in a cache like the engine's, or None."""
     layout, device = engine_cache.layout, engine_cache.pool.device
@@ -102,7 +84,7 @@ def _failure(kind: AttentionKind, needs: AttentionNeeds, engine_cache: KVCache) 
     slots = torch.arange(2 * width * layout.block_size, device=device)
     cache.write(0, slots, numbers(len(slots), layout.num_kv_heads), numbers(len(slots), layout.num_kv_heads))
     tables = array("i", range(width)), array("i", range(width, 2 * width))
-    items = [_TrialItem(table, before + number, new) for number, table in enumerate(tables)]
+    items = [NobodysItem(table, before + number, new) for number, table in enumerate(tables)]
     groups = Batch.build(items, layout.block_size, device).groups
     queries = numbers(2 * new, needs.model.num_heads)
     results = []

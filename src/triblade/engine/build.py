@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from triblade import host
-from triblade.config import EngineConfig, forced_isa
+from triblade.config import EngineConfig, cache_dir, forced_isa
 from triblade.engine.attend import AttentionNeeds, StepAttention
 from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
@@ -40,6 +40,7 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 TORCH_ATTENTION = ("sdpa", "eager")
+KERNEL_CACHE = "kernels"  # under the folder of downloads
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -109,6 +110,7 @@ def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCac
         executor = native_executor(config, model, cache, context_length, team)
     elif kernels == "cuda":
         executor = cuda_executor(config, model, cache, context_length, attention)
+        executor.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     else:
         executor = torch_executor(config, model, cache, context_length, attention)
     return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
@@ -214,7 +216,7 @@ def cuda_executor(
         cache,
         context_length=context_length,
         vocab_size=model.vocab_size,
-        device=CudaDevice(memory),
+        device=CudaDevice(memory, cache_dir() / KERNEL_CACHE),
     )
     if attention is not None:
         executor.attend_by(attention)

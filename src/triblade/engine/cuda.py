@@ -11,6 +11,9 @@ Steps with prompt chunks, or with more rows than a graph takes, are launched ker
 
 from __future__ import annotations
 
+import logging
+import time
+from array import array
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from triblade.engine.attend import StepAttention
-from triblade.engine.batch import StepItem
+from triblade.engine.batch import NobodysItem, StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
 from triblade.engine.cuda_steps import Flight, RecordedSteps, Shape, blocks_of, later, rows_of, slots_of, write_draws
 from triblade.engine.executor import Draw, Scores
@@ -31,6 +34,8 @@ from triblade.ops.cuda.attention import Sequences
 from triblade.ops.cuda.device import Device
 from triblade.ops.cuda.linear import Activations
 from triblade.ops.cuda.packing import DeviceMatrix
+
+log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # sequences of a recorded step
 MOST_ROWS = 256  # of a recorded step, and of the head at a time
@@ -138,6 +143,27 @@ class CudaExecutor:
     def max_rows(self) -> int | None:
         """See `StepExecutor`."""
         return MOST_ROWS
+
+    @torch.inference_mode()
+    def warm_up(self, num_sequences: int, num_tokens: int) -> None:
+        """Have ready what steps of up to so many sequences and `num_tokens` tokens of prompts launch; record the smallest step."""
+        shapes = [Shape(size, 1) for size in BUCKETS if size <= (bucket_of(BUCKETS, num_sequences) or BUCKETS[-1])]
+        layout = self.cache.layout
+        tokens = min(num_tokens, self._context_length, layout.block_size * self.cache.num_blocks)
+        prompt = NobodysItem(array("i", range(layout.blocks_for(tokens))), 0, tokens)
+
+        def everything() -> None:
+            if self._records:
+                for shape in shapes:
+                    self._steps.rehearse(shape)
+            self._launch([prompt])
+            self._score_launched([tokens - 1], with_logits=False)
+
+        start = time.monotonic()
+        count = self.device.gather(everything)
+        if count and self._records:
+            self._steps.record(shapes[0], draws=False)
+        log.info("%d kernels ready in %.1f s", count, time.monotonic() - start)
 
     @property
     def embedding(self) -> DeviceMatrix:

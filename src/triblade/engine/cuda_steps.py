@@ -138,12 +138,23 @@ class RecordedSteps:
         """Steps by shape, and whether tokens are drawn."""
         return self._recorded
 
-    def begin(self, items: Sequence[StepItem], shape: Shape, draws: Sequence[Draw] | None = None) -> Flight:
-        """Run a step of items in places of a shape that holds them."""
-        key = (shape, draws is not None)
+    def rehearse(self, shape: Shape) -> None:
+        """Launch what a recorded step of this shape does, with nobody in it."""
+        inputs = self._inputs(shape)
+        inputs.tokens[1:].fill_(NO_SLOT)
+        self._decoder.reserve(shape.size, shape.queries)
+        self._run(inputs, shape.queries, draws=True)
+
+    def record(self, shape: Shape, *, draws: bool) -> Recorded:
+        """The step of a shape, recorded when it is first asked for."""
+        key = (shape, draws)
         if key not in self._recorded:
             self._recorded[key] = self._record(*key)
-        recorded = self._recorded[key]
+        return self._recorded[key]
+
+    def begin(self, items: Sequence[StepItem], shape: Shape, draws: Sequence[Draw] | None = None) -> Flight:
+        """Run a step of items in places of a shape that holds them."""
+        recorded = self.record(shape, draws=draws is not None)
         self._wait_for_all()  # the host's side of the inputs may still be on its way
         self._fill(recorded.inputs, items, shape)
         if draws is not None:

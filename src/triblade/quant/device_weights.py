@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from triblade.models.config import ModelConfig
+from triblade.models.decoder import DecoderWeights
+from triblade.models.device_tensors import LoadsToDevice
 from triblade.models.weights import TensorSource
 from triblade.ops.backend import Linear
 from triblade.ops.cuda.packing import GROUPS, DeviceMatrix, pack_codes, pack_dense, why_not_packed
@@ -23,6 +25,16 @@ from triblade.quant.rtn import round_to_nearest
 
 class DeviceReader(CodesReader[DeviceMatrix]):
     """Matrices packed for the CUDA kernels, on their device."""
+
+    def read(self) -> DecoderWeights[DeviceMatrix]:
+        """Everything; what a checkpoint can bring onto the device by itself never becomes whole in main memory."""
+        if self.device.type != "cuda" or not isinstance(self.source, LoadsToDevice):
+            return super().read()
+        self.source.load_to(self.device)
+        try:
+            return super().read()
+        finally:
+            self.source.load_to(None)
 
     def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> DeviceMatrix:
         """Rows of all parts, one after the other."""
