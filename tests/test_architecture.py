@@ -32,7 +32,7 @@ LINE = (
     "writing",
     "cli",
 )
-BASE = {"", "errors", "registry", "config", "sampling_params", "host", "console"}
+BASE = {"", "page", "errors", "registry", "config", "sampling_params", "host", "console"}
 COMMAND_LINE = {"cli", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")

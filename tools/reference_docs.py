@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from triblade import cli
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
+from triblade.config import AlignConfig, BenchConfig, ConvertConfig, EngineConfig, ServerConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 COMMANDS = {
@@ -29,11 +29,13 @@ COMMANDS = {
     "eval": cli.evaluate,
     "convert": cli.convert,
     "align": cli.align,
+    "bench": cli.bench,
+    "compare": cli.compare,
     "doctor": cli.doctor,
     "version": cli.version,
 }
 GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
-GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment"}
+GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment", "BenchConfig": "load test"}
 INTRODUCTION = """\
 # Command line
 
@@ -42,14 +44,14 @@ Written by `make docs` from the code; change the code, not this page.
 Answers go to standard output; logs, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
 options, 130 interrupted. Every option has the name of a field with dashes (`max_model_len` is `--max-model-len`); a
 switch that is on is turned off with `--no-...`. The model is the first argument or `--model` (`--target` of `align`).
-Every command but `version` takes `--log-level`: `debug`, `info`, `warning` or `error`.
+Every command but `compare` and `version` takes `--log-level`: `debug`, `info`, `warning` or `error`.
 """
 ENVIRONMENT = """\
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `TRIBLADE_API_KEY` | one more API key for `serve` |
+| `TRIBLADE_API_KEY` | one more API key for `serve`; the key that `bench` sends, before `OPENAI_API_KEY` |
 | `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
 | `TRIBLADE_ISA` | instruction set of the native kernels, as `--isa`, which goes before it |
 | `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
@@ -131,6 +133,9 @@ def given(parameter: inspect.Parameter) -> str:
 
 def page() -> str:
     """The whole page."""
+    left_out = {name for name in cli.app if not name.startswith("-")} - set(COMMANDS)
+    if left_out:
+        raise SystemExit(f"commands without a place on the page: {', '.join(sorted(left_out))}")
     parts = [INTRODUCTION, "## Commands\n"]
     for name, function in COMMANDS.items():
         parts += command(name, function)
@@ -139,6 +144,7 @@ def page() -> str:
     parts += option_table("Server options", ServerConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
+    parts += option_table("Load test options", BenchConfig)
     return "\n".join([*parts, ENVIRONMENT])
 
 

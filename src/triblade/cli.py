@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, LogLevel, ServerConfig, with_environment
+from triblade.config import (
+    AlignConfig,
+    BenchConfig,
+    ConvertConfig,
+    EngineConfig,
+    LogLevel,
+    ServerConfig,
+    with_environment,
+)
 from triblade.config.checks import require_at_least
 from triblade.conversation import converse, messages, print_error, stream, write
 from triblade.errors import TribladeError
@@ -31,7 +39,7 @@ BAD_OPTIONS = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert"), "--model"),
+    **dict.fromkeys(("generate", "chat", "serve", "eval", "convert", "bench"), "--model"),
     "align": "--target",
 }
 
@@ -39,6 +47,7 @@ MODEL_GROUP = Group("Model and engine", sort_key=2)
 SAMPLING_GROUP = Group("Sampling", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=1)
 CONVERT_GROUP = Group("Conversion", sort_key=1)
+BENCH_GROUP = Group("Load test", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
@@ -243,6 +252,32 @@ def align(
     console.setup_logging(log_level)
     report = align_head(config)
     _print_report(report, as_json)
+
+
+@app.command(usage="triblade bench MODEL|URL [OPTIONS]")
+def bench(
+    engine: EngineFlags,
+    *,
+    config: Annotated[BenchConfig, Parameter(name="*", group=BENCH_GROUP)] = BenchConfig(),  # noqa: B008 - frozen
+    log_level: LogLevelFlag = "warning",
+) -> int:
+    """Measure a model in this process, or any OpenAI server at a URL, under load."""
+    from triblade.bench.run import bench as run
+    from triblade.bench.run import describe
+
+    console.setup_logging(log_level)
+    result = run(engine, config)
+    print(describe(result, config.baseline))
+    return INTERRUPTED if result.interrupted else 0
+
+
+@app.command(usage="triblade compare BEFORE AFTER")
+def compare(before: Path, after: Path, /) -> None:
+    """Set two results of `bench --output` side by side."""
+    from triblade.bench.report import comparison_lines
+    from triblade.bench.result import load_result
+
+    print(comparison_lines(load_result(before), load_result(after)))
 
 
 @app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")

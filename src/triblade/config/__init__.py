@@ -6,14 +6,16 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 
 from __future__ import annotations
 
+from triblade.config.bench import BenchConfig
 from triblade.config.engine import DType, EngineConfig
-from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
+from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
 from triblade.config.server import LogLevel, ServerConfig
 
 __all__ = [
     "AlignConfig",
+    "BenchConfig",
     "BiasMode",
     "ConvertConfig",
     "DType",
@@ -21,6 +23,7 @@ __all__ = [
     "LogLevel",
     "ServerConfig",
     "cache_dir",
+    "client_api_key",
     "forced_isa",
     "from_mapping",
     "from_toml",
