@@ -68,7 +68,9 @@ def parts(config: Any) -> Iterator[tuple[str, Any]]:
     inputs["down"] = config.intermediate_size
 
     def table() -> Any:
-        return torch.randn(config.vocab_size, config.hidden_size, device=device).mul_(config.hidden_size**-0.5).bfloat16()
+        return (
+            torch.randn(config.vocab_size, config.hidden_size, device=device).mul_(config.hidden_size**-0.5).bfloat16()
+        )
 
     yield "model.embed_tokens.weight", table()
     for index in range(config.num_layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
+from triblade.errors import MemoryBudgetError
 
 pytestmark = pytest.mark.gpu
 IDS = prompt(60)
@@ -38,6 +40,35 @@ def test_every_family(family: str, codec: str) -> None:
     for chunk in (None, 11):
         ours = error(all_logits(gpu_executor(model, codec), IDS, chunk), expected)
         assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
+
+
+def test_float16() -> None:
+    model = cuda_tiny("qwen2")
+    expected = all_logits(gpu_reference(model, torch.float32), IDS)
+    executor = gpu_executor(model, "float16", dtype=torch.float16)
+    for chunk in (None, 11):
+        assert error(all_logits(executor, IDS, chunk), expected) < 6e-3
+
+
+def test_no_memory_left_is_said_with_what_to_change() -> None:
+    """The step of a prompt that is too long for what is left, after which others still run."""
+    model = cuda_tiny("qwen2")
+    executor = gpu_executor(model, num_blocks=6000)
+    executor.warm_up(1, 64)
+    request = sequence(0, prompt(90_000))
+    request.block_table = array("i", range(6000))
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 16 * 2**20) / total)
+    try:
+        with pytest.raises(
+            MemoryBudgetError, match=r"computing a step of 90000 tokens.*lower --max-num-batched-tokens"
+        ):
+            executor.forward([ScheduledRequest.next(request, 90_000)])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    executor.forward([ScheduledRequest.next(sequence(1, prompt(9)), 9)])
+    assert executor.score([8], with_logits=False).best[0] >= 0
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen2-window", SdpaAttention), ("gemma2", EagerAttention)])

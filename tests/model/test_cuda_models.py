@@ -234,8 +234,8 @@ def test_drawn_tokens_run_ahead_as_well(folder: Path) -> None:
 
 DRAFTS = [  # what three requests have drafted for them, step by step
     ((3, 3, 3), 16),
-    ((0, 3, 1), 8),
-    ((8, 0, 0), 16),
+    ((0, 3, 1), 16),
+    ((8, 0, 0), 36),
     ((0, 0, 0), 4),
     ((1, 2, 0), 12),
 ]

@@ -16,11 +16,11 @@ from triblade.config import EngineConfig, cache_dir, forced_isa
 from triblade.engine.attend import AttentionNeeds, StepAttention
 from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
-from triblade.engine.cuda import CudaExecutor, why_not_cuda
+from triblade.engine.cuda import CudaExecutor, scratch_bytes, why_not_cuda
 from triblade.engine.drafters import Kernels, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
-from triblade.engine.memory import MemoryPlan, plan_memory
+from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import NativeOptions, make_team, why_not_native
 from triblade.engine.probe import warn_if_never_right
@@ -40,6 +40,10 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 TORCH_ATTENTION = ("sdpa", "eager")
+TOO_LARGE = (
+    "end other processes on the device; or lower --gpu-memory-utilization, --max-model-len or --max-num-batched-tokens, "
+    "or use --kv-cache-dtype int8 or --quantization int4"
+)
 KERNEL_CACHE = "kernels"  # under the folder of downloads
 
 
@@ -66,9 +70,10 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> En
     plan = plan_for(config, model, layout, weight_bytes, device)
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
-    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
-    target = _load(config, model, kernels, cache, plan.context_length)
-    drafter = drafter_plan.build(target) if drafter_plan else None
+    with explained(f"loading {model.name}", device, TOO_LARGE):
+        cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
+        target = _load(config, model, kernels, cache, plan.context_length)
+        drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)
     engine = Engine(
@@ -264,7 +269,9 @@ def plan_for(
         MemoryBudgetError: it does not fit.
     """
     available = available_bytes(device)
-    plan = plan_memory(config, model.config, layout, weight_bytes, available)
+    scratch = scratch_bytes(model.config) if device.type == "cuda" else 0
+    memory = Room(available_bytes=available, is_own=device.type == "cuda", scratch_bytes=scratch)
+    plan = plan_memory(config, model.config, layout, weight_bytes, memory)
     if plan.total_bytes > available:
         raise MemoryBudgetError(
             f"{plan.describe()}; that is {plan.total_bytes / 2**20:,.0f} MiB, {available / 2**20:,.0f} MiB are free",

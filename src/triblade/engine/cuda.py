@@ -26,6 +26,7 @@ from triblade.engine.batch import NobodysItem, StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
 from triblade.engine.cuda_steps import Flight, RecordedSteps, Shape, blocks_of, later, rows_of, slots_of, write_draws
 from triblade.engine.executor import Draw, Scores
+from triblade.engine.memory import explained
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights
@@ -44,14 +45,14 @@ QUERIES = (
     2,
     3,
     4,
+    5,
     6,
+    8,
     9,
     12,
     16,
 )  # per sequence of a recorded step: tokens to verify, the last of them perhaps nobody's
-MOST_PADDING = (
-    2  # rows of a recorded step for each that somebody takes, beyond which every token becomes a sequence of its own
-)
+TOO_MANY_TOKENS = "lower --max-num-batched-tokens, --gpu-memory-utilization or --kv-cache-memory-bytes"
 FLOATS = (torch.bfloat16, torch.float16)
 
 
@@ -68,22 +69,22 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
 def _recorded_shape(items: Sequence[StepItem]) -> Shape | None:
     """Of the recorded step that takes these items, fewest tokens first; None: none does.
 
-    Where they have about equally many tokens each is a sequence. Else a token is one: it sees what stands before it, as keys are
-    written before anybody attends, and reads them for itself.
+    Not a place for each token: a row reads keys before its step wrote those of the rows beside it (`kernels/attention.cu`).
     """
-    rows, queries = sum(item.num_tokens for item in items), bucket_of(QUERIES, items[-1].num_tokens)
-    size = bucket_of(BUCKETS, len(items))
-    if queries is None or size is None:
-        return None
-    if size * queries <= min(MOST_ROWS, MOST_PADDING * max(rows, size)):
-        return Shape(size, queries)
-    single = bucket_of(BUCKETS, rows)
-    return None if single is None else Shape(single, 1)
+    size, queries = bucket_of(BUCKETS, len(items)), bucket_of(QUERIES, items[-1].num_tokens)
+    return None if size is None or queries is None or size * queries > MOST_ROWS else Shape(size, queries)
 
 
 def bucket_of(buckets: Sequence[int], number: int) -> int | None:
     """The smallest that holds `number`."""
     return next((bucket for bucket in buckets if bucket >= number), None)
+
+
+def scratch_bytes(config: ModelConfig) -> int:
+    """Memory that an executor takes besides weights, cache and activations: the largest matrix spelled out, and logits."""
+    qkv, gate_up = config.q_size + 2 * config.kv_size, 2 * config.intermediate_size
+    widest = max(config.hidden_size * max(qkv, gate_up, config.q_size), config.hidden_size * config.intermediate_size)
+    return 2 * widest + MOST_ROWS * config.vocab_size * 4
 
 
 class CudaExecutor:
@@ -191,9 +192,18 @@ class CudaExecutor:
         """See `DrawsTokens`."""
         self._draws = draws
 
-    @torch.inference_mode()
     def forward(self, items: Sequence[StepItem]) -> None:
-        """See `StepExecutor`."""
+        """See `StepExecutor`.
+
+        Raises:
+            MemoryBudgetError: the device has no memory left for a step of this size.
+        """
+        tokens = sum(item.num_tokens for item in items)
+        with explained(f"computing a step of {tokens} tokens", self._memory, TOO_MANY_TOKENS):
+            self._forward(items)
+
+    @torch.inference_mode()
+    def _forward(self, items: Sequence[StepItem]) -> None:
         rows = self._expected(items)
         ahead, self._next = self._next, None
         if rows is not None:

@@ -67,7 +67,7 @@ class Shape:
     """Of a recorded step."""
 
     size: int  # sequences
-    queries: int  # most tokens of each; with 1 an item of several tokens takes as many sequences
+    queries: int  # most tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +255,14 @@ class RecordedSteps:
         tokens[1:].fill(NO_SLOT)
         for rows, item in zip(rows_of(items, shape), items, strict=True):
             table = blocks_of(item)[: self._width]
-            part = slice(rows.start, rows.stop)
-            owners = slice(rows.start // shape.queries, -(-rows.stop // shape.queries))
-            tables[owners, : len(table)] = table
-            num_blocks[owners] = len(table)
+            part, number = slice(rows.start, rows.stop), rows.start // shape.queries
+            tables[number, : len(table)] = table
+            num_blocks[number] = len(table)
             positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int32)
             tokens[0, part], tokens[1, part] = item.token_ids, positions
             tokens[2, part] = slots_of(table, positions, self._block_size)
             # The kernels take positions that do not descend; without a slot a row still changes nothing.
-            tokens[1, rows.stop : owners.stop * shape.queries] = positions[-1]
+            tokens[1, rows.stop : rows.start + shape.queries] = positions[-1]
 
     def _wait_for_all(self) -> None:
         if self._is_cuda:
@@ -289,10 +288,8 @@ def later(draw: Draw, number: int) -> Draw:
 
 def rows_of(items: Sequence[StepItem], shape: Shape) -> Iterator[range]:
     """The rows that the tokens of each item take."""
-    first = 0
-    for item in items:
-        yield range(first, first + item.num_tokens)
-        first += item.num_tokens if shape.queries == 1 else shape.queries
+    for number, item in enumerate(items):
+        yield range(number * shape.queries, number * shape.queries + item.num_tokens)
 
 
 def blocks_of(item: StepItem) -> Integers:
