@@ -174,7 +174,8 @@ def measure(model: Any, head: EagleDrafter, batch: int, options: argparse.Namesp
             rows.append(row)
             print(
                 f"B={batch:3} {kind:14} right {chance}: {row['tokens_per_s']:9,.0f} tok/s, {row['ratio']:.2f}x, "
-                f"{row['ms_per_step']:.3f} ms a step ({row['draft_ms']:.3f} to draft), {row['tokens_per_step']:.2f} tokens a step, {same} of {batch} equal",
+                f"{row['ms_per_step']:.3f} ms a step ({row['draft_ms']:.3f} to draft), "
+                f"{row['tokens_per_step']:.2f} tokens a step, {same} of {batch} equal",
                 flush=True,
             )
     return rows
