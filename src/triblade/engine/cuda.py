@@ -36,6 +36,11 @@ MOST_QUERIES = 16  # per sequence of a recorded step
 FLOATS = (torch.bfloat16, torch.float16)
 
 
+def _bucket(count: int) -> int:
+    """The smallest size of a recorded step that has places for `count` sequences; 0: none has."""
+    return next((bucket for bucket in BUCKETS if bucket >= count), 0)
+
+
 def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | None:
     """What keeps the CUDA kernels from running this model, or None."""
     if dtype not in FLOATS:
@@ -119,7 +124,7 @@ class CudaExecutor:
         elif ahead is not None:
             self._runs_ahead = False
         queries, count = items[0].num_tokens, len(items)
-        size = next((bucket for bucket in BUCKETS if bucket >= count), 0)
+        size = _bucket(count)
         fits = self._records and 0 < size * queries <= MOST_ROWS and queries <= MOST_QUERIES
         if fits and items[-1].num_tokens == queries:
             self._begin(items, size)
@@ -141,7 +146,7 @@ class CudaExecutor:
         best = [everything[row] for row in index]
         if not with_logits:
             if self._next is None and self._runs_ahead and self._now.recorded.queries == 1:
-                self._next = self._steps.follow(self._now)
+                self._next = self._follow(self._now)
             return Scores(best, None)
         logits = self._logits[: len(index)] if index == list(range(len(index))) else self._logits[index]
         return Scores(best, logits[:, : self._vocab_size])
@@ -186,7 +191,12 @@ class CudaExecutor:
             asked = {item.request for item in items}
             self._steps.leave(ahead, [request for request in ahead.places if request not in asked])
         self._now, self._items, self._rows, self._best_now = ahead, items, rows, None
-        self._next = self._steps.follow(ahead)
+        self._next = self._follow(ahead)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The step after `flight`; None where its sequences have no room, or are so few that a step of half the size takes them."""
+        size = len(flight.recorded.inputs.num_blocks)
+        return None if 2 * _bucket(len(flight.places)) <= size else self._steps.follow(flight)
 
     # Launched steps
 
