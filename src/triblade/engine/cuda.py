@@ -48,6 +48,7 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
     widths = (config.hidden_size, config.q_size, config.intermediate_size)
     reasons = [packing.why_not_dense(width) for width in widths]
     reasons += [attention.why_not(config.head_dim, codec, dtype), vectors.why_not_width(config.hidden_size)]
+    reasons += [attention.why_not_rotated(rope.rotary_dim) for rope in config.ropes]
     return next((reason for reason in reasons if reason), None)
 
 

@@ -35,6 +35,11 @@ def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def why_not_rotated(rotary_dim: int) -> str | None:
+    """What keeps the kernels from rotating so many dimensions of a head, or None."""
+    return f"{rotary_dim} rotated dimensions (CUDA kernels: a multiple of 4)" if rotary_dim % 4 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayer:
     """Where one layer's keys and values lie in a pool of rows; offsets in bytes within a row."""

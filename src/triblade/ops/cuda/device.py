@@ -27,7 +27,13 @@ LEAST_CAPABILITY = (
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
-_PARTS = {"linear.cu": ("weights.cuh",), "wide.cu": ("weights.cuh",), "attention.cu": ("keys.cuh",)}
+_PARTS = {
+    "linear.cu": ("weights.cuh",),
+    "wide.cu": ("weights.cuh",),
+    "attention.cu": ("keys.cuh",),
+    "norm.cu": ("eights.cuh",),
+    "vectors.cu": ("eights.cuh",),
+}
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
