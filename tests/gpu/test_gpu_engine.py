@@ -39,6 +39,29 @@ def test_every_family(family: str, codec: str) -> None:
         assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
 
 
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_prompts_of_many_lengths_in_one_step(codec: str) -> None:
+    """Long ones, which the library attends together, between short ones, and what follows a chunk."""
+    model = cuda_tiny("qwen3", max_position_embeddings=320)
+    sizes = ((70, 130, 20, 64, 200), (80, 1, 66, 100, 3))
+    logits = []
+    for executor in (gpu_executor(model, codec), *(gpu_reference(model, t) for t in (torch.float32, torch.bfloat16))):
+        requests = [sequence(n, prompt(300, seed=n)) for n in range(5)]
+        for number, request in enumerate(requests):
+            request.block_table = type(request.block_table)("i", range(number * 20, (number + 1) * 20))
+        parts = []
+        for step in sizes:
+            executor.forward([ScheduledRequest.next(r, n) for r, n in zip(requests, step, strict=True)])
+            found = executor.score([sum(step[: n + 1]) - 1 for n in range(5)], with_logits=True).logits
+            assert found is not None
+            parts.append(found.clone())
+            for request, size in zip(requests, step, strict=True):
+                request.num_computed_tokens += size
+        logits.append(torch.cat(parts))
+    ours, expected, rounded = logits
+    assert error(ours, expected) < 1.25 * error(rounded, expected) + (1e-2 if codec == "int8" else 0)
+
+
 def begun(executor: StepExecutor, count: int) -> list[Request]:
     """Requests of which everything but the last token is computed."""
     requests = [sequence(n, prompt(length, seed=n)) for n, length in enumerate(LENGTHS[:count])]
