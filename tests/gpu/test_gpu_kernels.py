@@ -65,15 +65,14 @@ def test_products(kind: str, rows: int, is_gated: bool, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(28, 4, 128), (9, 3, 64), (8, 1, 256)])
+@pytest.mark.parametrize("shape", [(28, 4, 128), (9, 3, 64), (8, 1, 256)])  # heads, those of keys, size
 @pytest.mark.parametrize("queries", [1, 4, 33])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("copies", [1, 12])
-def test_attention(
-    codec: str, heads: int, groups: int, dim: int, queries: int, window: int | None, copies: int
-) -> None:
+def test_attention(codec: str, shape: tuple[int, int, int], queries: int, window: int | None, copies: int) -> None:
     """Few and many sequences of several lengths in scattered blocks, over what the cache holds; twice, with the same result."""
     torch.manual_seed(0)
+    heads, groups, dim = shape
     lengths = [queries, 60, 64, 65, 700, 3001] * copies
     layout = KVLayout(num_layers=2, num_kv_heads=groups, head_dim=dim, block_size=16, codec=codec)
     width = layout.blocks_for(max(lengths))

@@ -252,7 +252,13 @@ class AttentionKernels:
         resident = max(1, min(CROWD_WARPS[layer.is_int8], CROWD_BYTES // warp_bytes) // heads)
         workers = -(-self._device.multiprocessors * resident * heads // layer.num_heads)
         self._reserve(2 * layer.num_heads * workers, asked.count * layer.num_heads, layer.head_dim)
-        constants = {"IN_BOXES": 1, "HEADS": heads, "GROUPS": layer.num_heads, "STAGES": CROWD_STAGES, "BLOCKS": resident}
+        constants = {
+            "IN_BOXES": 1,
+            "HEADS": heads,
+            "GROUPS": layer.num_heads,
+            "STAGES": CROWD_STAGES,
+            "BLOCKS": resident,
+        }
         kernel = self._device.kernel("crowd.cu", "crowd", {**asked.constants, **constants})
         target = _Target(out.values.data_ptr(), out.layout, first_row)
         scratch = (ctypes.c_int(asked.count), pointer(self._workspace), pointer(self._counters))

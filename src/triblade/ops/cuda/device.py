@@ -178,7 +178,9 @@ class CudaDevice:
             _NO_INTERLEAVE, _SWIZZLE_128B, _NO_PROMOTION, _ZEROS_OUTSIDE,
         )  # fmt: skip
         if code:
-            raise RuntimeError(f"a tensor of {sizes}, {strides} bytes apart, cannot be copied in boxes of {box}: error {code}")
+            raise RuntimeError(
+                f"a tensor of {sizes}, {strides} bytes apart, cannot be copied in boxes of {box}: error {code}"
+            )
         return made
 
     def launch(
