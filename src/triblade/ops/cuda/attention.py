@@ -20,14 +20,17 @@ TILE_QUERIES = 16  # rows of a block: queries times heads of a group
 WARPS = 4
 TURN_KEYS = 16  # of a warp
 MAX_HEAD_DIM = 256
+MANY_TOKENS = 512  # of a rotation: from so many on a warp takes several heads, and has the next one on its way
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
-# From so many heads of sequences on, turns are shared out evenly (`kernels/crowd.cu`); workers of fewer have too little each.
-CROWD_HEADS = 128
+# Where this many blocks attend, keys and values arrive in boxes, by themselves; fewer blocks are done sooner with plain loads.
+BOXED_BLOCKS = 128
+# From so many heads of sequences on, turns are shared out evenly (`kernels/crowd.cu`), which costs some microseconds at its end.
+CROWD_HEADS = 1024
 MOST_CROWD = 512  # sequences
 CROWD_WARPS = {True: 12, False: 8}  # of a multiprocessor, by whether the cache is int8: what its registers hold
-CROWD_STAGES = 3
-CROWD_BYTES = 216 * 1024  # of shared memory for boxes
+STAGES = 3  # boxes of a warp
+BOX_MEMORY = 216 * 1024  # shared memory of a multiprocessor for boxes
 SLICE_BYTES = 128
 
 
@@ -157,6 +160,9 @@ class _Asked:
         return int(self.queries.queries * self.queries.group)
 
 
+_NO_BOXES = (ctypes.c_char * 128)()  # in the place of a map
+
+
 class AttentionKernels:
     """Attention on one device.
 
@@ -185,7 +191,8 @@ class AttentionKernels:
         )
         numbers = (heads - 2 * layer.num_heads, layer.head_dim)
         arguments = (pointer(qkv), pointer(sequences.positions), pointer(sequences.slots), _Pool(*_places(layer)), how)
-        grid = (-(-heads // WARPS), qkv.shape[0], 1)
+        blocks = -(-heads // WARPS)
+        grid = (blocks if qkv.shape[0] < MANY_TOKENS else -(-blocks // 4), qkv.shape[0], 1)
         self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
 
     def attend(
@@ -226,6 +233,14 @@ class AttentionKernels:
         else:
             self._split(asked, layer, out, first_row)
 
+    def _takes_boxes(self, layer: PagedLayer) -> bool:
+        fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0
+        return self._device.has_warpgroups and fits
+
+    def _is_crowd(self, asked: _Asked, layer: PagedLayer) -> bool:
+        is_many = asked.count * layer.num_heads >= CROWD_HEADS and asked.count <= MOST_CROWD
+        return self._takes_boxes(layer) and is_many and asked.rows <= TILE_QUERIES
+
     def _split(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
         """Every sequence by itself, over parts of its keys."""
         tiles = -(-asked.rows // TILE_QUERIES)
@@ -233,32 +248,23 @@ class AttentionKernels:
         most = -(-asked.most_keys // (TURN_KEYS * WARPS))
         splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
         self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
-        kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, "IN_BOXES": 0})
+        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
+        shared = {"IN_BOXES": int(is_boxed), "GROUPS": layer.num_heads, "STAGES": STAGES}
+        kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, **shared})
         numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
         scratch = (pointer(self._workspace), pointer(self._counters))
-        arguments = (asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
-        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments)
-
-    def _is_crowd(self, asked: _Asked, layer: PagedLayer) -> bool:
-        fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0 and asked.count <= MOST_CROWD
-        is_many = asked.count * layer.num_heads >= CROWD_HEADS and asked.rows <= TILE_QUERIES
-        return self._device.has_warpgroups and fits and is_many
+        boxes = self._boxes(layer) if is_boxed else _NO_BOXES
+        arguments = (boxes, asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
+        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
     def _share_out(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
         """All sequences together, their turns shared out evenly over workers."""
-        heads = _heads_of_block(layer.num_heads)
-        box, scales = 2 * TURN_KEYS * layer.vector_bytes, 4 * TURN_KEYS * layer.num_heads if layer.is_int8 else 0
-        warp_bytes = CROWD_STAGES * (box + scales)
-        resident = max(1, min(CROWD_WARPS[layer.is_int8], CROWD_BYTES // warp_bytes) // heads)
+        heads, warp_bytes = _heads_of_block(layer.num_heads), _ring_bytes(layer)
+        resident = max(1, min(CROWD_WARPS[layer.is_int8], BOX_MEMORY // warp_bytes) // heads)
         workers = -(-self._device.multiprocessors * resident * heads // layer.num_heads)
         self._reserve(2 * layer.num_heads * workers, asked.count * layer.num_heads, layer.head_dim)
-        constants = {
-            "IN_BOXES": 1,
-            "HEADS": heads,
-            "GROUPS": layer.num_heads,
-            "STAGES": CROWD_STAGES,
-            "BLOCKS": resident,
-        }
+        constants = {"IN_BOXES": 1, "HEADS": heads, "GROUPS": layer.num_heads, "STAGES": STAGES, "BLOCKS": resident}
         kernel = self._device.kernel("crowd.cu", "crowd", {**asked.constants, **constants})
         target = _Target(out.values.data_ptr(), out.layout, first_row)
         scratch = (ctypes.c_int(asked.count), pointer(self._workspace), pointer(self._counters))
@@ -303,6 +309,12 @@ def _places(layer: PagedLayer) -> tuple[int, ...]:
 def _cache(layer: PagedLayer) -> _Cache:
     places = _places(layer)
     return _Cache(*places[:-3], places[-2])
+
+
+def _ring_bytes(layer: PagedLayer) -> int:
+    """What a warp keeps on its way: boxes of keys and values, with int8 the scales of all heads."""
+    scales = 2 * 2 * TURN_KEYS * layer.num_heads if layer.is_int8 else 0
+    return STAGES * (2 * TURN_KEYS * layer.vector_bytes + scales)
 
 
 def _heads_of_block(num_heads: int) -> int:

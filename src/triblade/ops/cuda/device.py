@@ -32,8 +32,8 @@ _UINT8, _NO_INTERLEAVE, _SWIZZLE_128B, _NO_PROMOTION, _ZEROS_OUTSIDE = 0, 0, 3, 
 _PARTS = {
     "linear.cu": ("weights.cuh",),
     "wide.cu": ("weights.cuh",),
-    "attention.cu": ("attend.cuh", "keys.cuh"),
-    "crowd.cu": ("attend.cuh",),
+    "attention.cu": ("attend.cuh", "keys.cuh", "boxes.cuh"),
+    "crowd.cu": ("attend.cuh", "boxes.cuh"),
     "norm.cu": ("eights.cuh",),
     "vectors.cu": ("eights.cuh",),
 }

@@ -1,9 +1,29 @@
 // Attention of a few queries of few sequences over the paged cache, split over the context, bound by reading keys and values once.
 //
 // Compile-time: what `attend.cuh` says. A block has WARPS warps and a stretch of the keys of one head; each warp takes 16 keys at a time,
-// a turn. A lane loads what it needs itself, one turn ahead, into registers; no thread waits for another.
+// a turn. A lane loads what it needs itself, one turn ahead, into registers; or (IN_BOXES, for more sequences) boxes arrive several turns
+// ahead (`boxes.cuh`). No warp waits for another.
 
 #define WARPS 4
+
+#if IN_BOXES
+// A warp's next turn to fetch; its block is asked for one turn before.
+struct Ahead {
+  const int* table;
+  int start, turn, end, block;
+};
+
+DEVICE void ask_for_block(Ahead& next) {
+  if (next.turn < next.end) next.block = next.table[(next.start + next.turn * KEYS) / BLOCK];
+}
+
+DEVICE void fetch(Ahead& next, Ring& ring, const BoxMap& map, const Cache& cache, int head) {
+  if (next.turn >= next.end) return;
+  fetch_box(ring, map, cache, Source{(next.start + next.turn * KEYS) % BLOCK, head, next.block});
+  next.turn += WARPS;
+  ask_for_block(next);
+}
+#endif
 
 // The result of one row and four dimensions from `count` partial ones, in their order.
 DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, float& top, float& total) {
@@ -22,9 +42,15 @@ DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, flo
 // Grid: splits, key-value heads * tiles of rows, sequences. `out` is [tokens, heads * group * DIM] in the layout `layout`, of which these
 // are tokens from `first_token` on; `workspace` holds a Partial per block (of the whole grid), `counters` a zero per (head and tile,
 // sequence).
-KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores how, u16* out, int layout, int first_token,
-                                                  Partial* workspace, u32* counters) {
+KERNEL __launch_bounds__(32 * WARPS) attention(CONSTANT_ARGUMENT(BoxMap) map, Queries in, Cache cache, Scores how, u16* out, int layout,
+                                               int first_token, Partial* workspace, u32* counters) {
+#if IN_BOXES
+  DYNAMIC_SHARED(memory);
+  SHARED __align__(8) u64 barriers[WARPS * STAGES];
+  Partial* shared = reinterpret_cast<Partial*>(memory);  // once all boxes are read
+#else
   SHARED Partial shared[DIM > 128 ? 2 : WARPS];
+#endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int head = blockIdx.y % cache.heads, first_row = blockIdx.y / cache.heads * 16, sequence = blockIdx.z;
   const int rows = min(16, in.queries * in.group - first_row);
@@ -42,8 +68,21 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   const int begin = turns * split / splits, end = turns * (split + 1) / splits;
 
   // The first turns' keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
-  const Stretch stretch = {cache, in.tables + sequence * in.table_stride, head, stop};
+  const int* table = in.tables + sequence * in.table_stride;
   const int first_turn = begin + warp;
+#if IN_BOXES
+  Ring ring = ring_of(memory, barriers, warp, WARPS);
+  warp_barrier();
+  Ahead ahead = {table, start, first_turn, end, 0};
+  ask_for_block(ahead);
+  int fetched = 0;
+  while (fetched < STAGES && ahead.turn < end && start + ahead.turn * KEYS + KEYS <= positions[0])
+    fetch(ahead, ring, map, cache, head), fetched++;
+  wait_for_previous();
+  for (; fetched < STAGES; fetched++) fetch(ahead, ring, map, cache, head);
+  int stage = 0, phase = 0;
+#else
+  const Stretch stretch = {cache, table, head, stop};
   float scale = 0.0f;
   Keys ahead;
   Values v;
@@ -52,6 +91,7 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   if (has_turn && is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
   wait_for_previous();
   if (has_turn && !is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+#endif
 
   u32 q[STEPS][4];
   load_queries(q, in, sequence, head, first_row);
@@ -62,7 +102,20 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   reset(state);
 
   for (int turn = first_turn; turn < end; turn += WARPS) {
-    const int first = start + turn * KEYS, next = first + WARPS * KEYS;
+    const int first = start + turn * KEYS;
+#if IN_BOXES
+    Keys k;
+    Values v;
+    wait_for_phase(ring.full + stage, phase);
+    take_keys(k, ring.boxes + stage * BOX_BYTES);
+    take_values(v, ring.boxes + stage * BOX_BYTES, stop - first);
+    attend(state, q, k, v, take_scale(ring.scales + stage * 2 * SCALE_BYTES, head, stop - first), how, first, position);
+    warp_barrier();  // everybody has read this box
+    fetch(ahead, ring, map, cache, head);
+    go_on(stage);
+    if (stage == 0) phase ^= 1;
+#else
+    const int next = first + WARPS * KEYS;
     const bool goes_on = turn + WARPS < end;
     const float now = scale;
     if (goes_on) scale = load_scale(stretch, next);
@@ -70,6 +123,7 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
     if (goes_on) load_keys(ahead, stretch, next);
     attend(state, q, k, v, now, how, first, position);
     if (goes_on) load_values(v, stretch, next);
+#endif
   }
   sum_totals(state);
 
@@ -77,6 +131,9 @@ KERNEL __launch_bounds__(32 * WARPS) attention(Queries in, Cache cache, Scores h
   const int width = in.group * cache.heads * DIM, at_once = DIM > 128 ? 2 : WARPS;
   Partial* own = workspace + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x * (WARPS / at_once);
   const bool direct = splits == 1 && at_once == WARPS;
+#if IN_BOXES
+  block_barrier();
+#endif
   for (int round = 0; round < WARPS / at_once; round++) {
     if (warp / at_once == round) write_partial(shared[warp % at_once], state, rows);
     block_barrier();

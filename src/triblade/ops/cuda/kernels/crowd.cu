@@ -1,8 +1,8 @@
 // Attention of a few queries of many sequences over the paged cache: all turns (16 keys of a sequence) are shared out evenly, so that no
 // multiprocessor waits for a long sequence, and arrive in shared memory in boxes that the copy engine fetches by itself.
 //
-// Compile-time: what `attend.cuh` says (IN_BOXES 1, one tile of rows), HEADS of keys and values of a block, GROUPS in all, STAGES boxes of
-// a warp, BLOCKS that should fit a multiprocessor. BLOCK is a multiple of 16, a head's vector of 128 bytes (Boxes).
+// Compile-time: what `attend.cuh` and `boxes.cuh` say (one tile of rows), HEADS of keys and values of a block, BLOCKS that should fit a
+// multiprocessor.
 //
 // A worker is a block; its range of turns may begin and end within a sequence. Each of its warps takes one head, with a ring of boxes of
 // its own, and waits for no other. What a worker has of a sequence that others have a part of goes to `workspace`; who finishes a
@@ -10,10 +10,6 @@
 
 #define MOST_SEQUENCES 512
 #define LEAST_TURNS 2  // of a worker
-#define ROW_BYTES (DIM * (KV8 ? 1 : 2))
-#define SLICES (ROW_BYTES / 128)  // of a head's vector
-#define BOX_BYTES (2 * SLICES * KEYS * 128)
-#define SCALE_BYTES (KV8 ? KEYS * GROUPS * 2 : 0)  // of keys, or of values
 
 struct Shares {
   int starts[MOST_SEQUENCES + 1];  // turns before each sequence
@@ -62,16 +58,6 @@ DEVICE int first_key(const Turn& turn, const Shares& shares) {
   return shares.keys[turn.sequence] + (turn.at - shares.starts[turn.sequence]) * KEYS;
 }
 
-// A warp's boxes: `full` counts the bytes of each stage. With int8, the scales of all heads lie behind the boxes.
-struct Ring {
-  u8* boxes;
-  u8* scales;
-  u64* full;
-  int stage;
-};
-
-DEVICE void go_on(int& stage) { stage = stage + 1 == STAGES ? 0 : stage + 1; }
-
 // Where the next box comes from; `block` is asked for one turn before it is needed.
 struct Fetcher {
   Turn turn;
@@ -90,75 +76,9 @@ DEVICE bool is_early(const Fetcher& next, const Shares& shares, const Queries& i
 
 DEVICE void fetch(Fetcher& next, Ring& ring, const BoxMap& map, const Cache& cache, const Shares& shares, const Queries& in) {
   if (next.turn.at >= next.end) return;
-  if ((threadIdx.x & 31) == 0) {
-    const int token = first_key(next.turn, shares) % BLOCK;
-    u64* full = ring.full + ring.stage;
-    expect_bytes(full, BOX_BYTES + 2 * SCALE_BYTES);
-    copy_box(ring.boxes + ring.stage * BOX_BYTES, map, token, next.head * SLICES, next.block, full);
-#if KV8
-    const u8* row = cache.pool + next.block * cache.row_bytes + token * GROUPS * 2;
-    u8* scales = ring.scales + ring.stage * 2 * SCALE_BYTES;
-    copy_bulk(scales, row + cache.key_scales, SCALE_BYTES, full);
-    copy_bulk(scales + SCALE_BYTES, row + cache.value_scales, SCALE_BYTES, full);
-#endif
-  }
-  go_on(ring.stage);
+  fetch_box(ring, map, cache, Source{first_key(next.turn, shares) % BLOCK, next.head, next.block});
   next.turn.at++;
   ask_for_block(next, shares, in);
-}
-
-// 16 bytes of key (or value) `token` of a box: the copy engine has put unit u of a slice to u ^ (token % 8).
-DEVICE const u8* unit_of(const u8* box, int is_value, int slice, int token, int unit) {
-  return box + (((is_value * SLICES + slice) * KEYS + token) * 8 + (unit ^ (token & 7))) * 16;
-}
-
-DEVICE void take_keys(Keys& k, const u8* box) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll
-    for (int j = 0; j < KEY_LOADS; j++)
-      k.words[half][j] = *reinterpret_cast<const u32x4*>(unit_of(box, 0, j >> 1, g + 8 * half, 2 * t + (j & 1)));
-}
-
-// Values of keys from `count` on do not exist: what lies there is not even a number.
-DEVICE void take_values(Values& v, const u8* box, int count) {
-  const int lane = threadIdx.x & 31, g = lane >> 2;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int token = pair_key(lane, i);
-#pragma unroll
-    for (int piece = 0; piece < PIECES; piece++) {
-#if KV8
-      const u8* unit = unit_of(box, 1, piece >> 1, token, 4 * (piece & 1) + (g >> 1));
-      const u32x2 found = reinterpret_cast<const u32x2*>(unit)[g & 1];
-      v.words[i][piece][0] = found.x, v.words[i][piece][1] = found.y;
-#else
-      const u32x4 found = *reinterpret_cast<const u32x4*>(unit_of(box, 1, piece, token, g));
-#pragma unroll
-      for (int w = 0; w < 4; w++) v.words[i][piece][w] = word_of(found, w);
-#endif
-    }
-  }
-  if (count >= KEYS) return;
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-#pragma unroll
-    for (int piece = 0; piece < PIECES; piece++)
-#pragma unroll
-      for (int w = 0; w < VALUE_WORDS; w++)
-        if (pair_key(lane, i) >= count) v.words[i][piece][w] = 0;
-}
-
-// The scale of key `lane` (lanes 0 to 15) or of value `lane - 16`.
-DEVICE float take_scale(const u8* scales, int head, int count) {
-#if KV8
-  const int lane = threadIdx.x & 31, token = lane & 15;
-  const u16* plane = reinterpret_cast<const u16*>(scales + (lane < 16 ? 0 : SCALE_BYTES));
-  return token < count ? half_value(plane[token * GROUPS + head]) : 0.0f;
-#else
-  return 1.0f;
-#endif
 }
 
 // Where results go.
@@ -201,25 +121,46 @@ struct Workers {
 DEVICE int begin_of(const Workers& workers, int worker) { return (u64)workers.turns * worker / workers.count; }
 DEVICE int worker_of(const Workers& workers, int at) { return ((u64)(at + 1) * workers.count - 1) / workers.turns; }
 
-// Merge the parts of one head of a sequence: the first worker's last part, then the others' first ones.
-DEVICE void merge(const Target& to, const Queries& in, int sequence, int head, const Partial* parts, int first_worker, int count) {
-  for (int i = threadIdx.x & 31; i < in.queries * in.group * (DIM / 8); i += 32) {
-    const int row = i / (DIM / 8), unit = i % (DIM / 8);
-    float top = -INFINITY, total = 0.0f, x[8] = {};
-    for (int p = 0; p < count; p++) top = fmaxf(top, parts[2 * (first_worker + p) + (p == 0)].top[row]);
-    for (int p = 0; p < count; p++) {
-      const Partial& part = parts[2 * (first_worker + p) + (p == 0)];
-      const float factor = shrink(part.top[row], top);
-      const f32x4 a = part.o[row * (DIM / 4) + 2 * unit], b = part.o[row * (DIM / 4) + 2 * unit + 1];
-      total += factor * part.total[row];
-      x[0] += factor * a.x, x[1] += factor * a.y, x[2] += factor * a.z, x[3] += factor * a.w;
-      x[4] += factor * b.x, x[5] += factor * b.y, x[6] += factor * b.z, x[7] += factor * b.w;
-    }
-    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[e] *= inverse;
-    write_unit(to, in, sequence, head, row, unit, x);
+// Parts of one head of a sequence: the first worker's last part, then the others' first ones.
+struct Parts {
+  const Partial* of_head;
+  int first_worker, count;
+};
+
+DEVICE const Partial& part_of(const Parts& parts, int number) { return parts.of_head[2 * (parts.first_worker + number) + (number == 0)]; }
+
+// The result of one row and eight dimensions from parts, in their order; loads of several parts are on their way together.
+DEVICE void merge_unit(float (&x)[8], const Parts& parts, int row, int unit) {
+  float top = -INFINITY, total = 0.0f;
+#pragma unroll 4
+  for (int p = 0; p < parts.count; p++) {
+    const Partial& part = part_of(parts, p);
+    const f32x4 a = part.o[row * (DIM / 4) + 2 * unit], b = part.o[row * (DIM / 4) + 2 * unit + 1];
+    const float part_top = part.top[row], new_top = fmaxf(top, part_top), old = shrink(top, new_top), factor = shrink(part_top, new_top);
+    total = old * total + factor * part.total[row];
+    x[0] = old * x[0] + factor * a.x, x[1] = old * x[1] + factor * a.y, x[2] = old * x[2] + factor * a.z, x[3] = old * x[3] + factor * a.w;
+    x[4] = old * x[4] + factor * b.x, x[5] = old * x[5] + factor * b.y, x[6] = old * x[6] + factor * b.z, x[7] = old * x[7] + factor * b.w;
+    top = new_top;
   }
+  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+#pragma unroll
+  for (int e = 0; e < 8; e++) x[e] *= inverse;
+}
+
+DEVICE void merge(const Target& to, const Queries& in, int sequence, int head, const Parts& parts) {
+#pragma unroll 2
+  for (int i = threadIdx.x & 31; i < in.queries * in.group * (DIM / 8); i += 32) {
+    float x[8] = {};
+    merge_unit(x, parts, i / (DIM / 8), i % (DIM / 8));
+    write_unit(to, in, sequence, head, i / (DIM / 8), i % (DIM / 8), x);
+  }
+}
+
+// What this worker has of a sequence that others have a part of is there: if it is the last one, merge.
+DEVICE void end_sequence(const Target& to, const Queries& in, int sequence, int head, const Shares& shares, const Workers& workers,
+                         const Partial* of_head, u32* counter) {
+  const int first = worker_of(workers, shares.starts[sequence]), last = worker_of(workers, shares.starts[sequence + 1] - 1);
+  if (is_last_warp(counter, last - first + 1)) merge(to, in, sequence, head, Parts{of_head, first, last - first + 1});
 }
 
 // Grid: workers, sets of HEADS heads. `out` is [tokens, GROUPS * group * DIM] in a layout, of which these are tokens from `first_token` on;
@@ -231,11 +172,7 @@ KERNEL __launch_bounds__(32 * HEADS, BLOCKS) crowd(CONSTANT_ARGUMENT(BoxMap) map
   SHARED __align__(8) u64 barriers[HEADS * STAGES];
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x / 32), head = blockIdx.y * HEADS + warp;
   if (warp == 0) share_out(shares, in, sequences, how.window);  // positions and tables are constant within a step
-  u8* boxes = aligned(memory, 1024);
-  Ring ring = {boxes + warp * STAGES * BOX_BYTES, boxes + HEADS * STAGES * BOX_BYTES + warp * STAGES * 2 * SCALE_BYTES,
-               barriers + warp * STAGES, 0};
-  if (lane < STAGES) init_barrier(ring.full + lane, 1);
-  barriers_are_ready();
+  Ring ring = ring_of(memory, barriers, warp, HEADS);
   block_barrier();
   let_next_start();
 
@@ -253,7 +190,8 @@ KERNEL __launch_bounds__(32 * HEADS, BLOCKS) crowd(CONSTANT_ARGUMENT(BoxMap) map
   wait_for_previous();
   for (; fetched < STAGES; fetched++) fetch(next, ring, map, cache, shares, in);
 
-  int stage = 0, phase = 0;
+  Partial* of_head = workspace + (u64)head * gridDim.x * 2;
+  int stage = 0, phase = 0, first_part = -1, last_part = -1;  // sequences that this worker has a part of
   while (turn.at < end) {
     settle(turn, shares);
     const int sequence = turn.sequence, first = turn.at, stop = min(end, shares.starts[sequence + 1]);
@@ -286,10 +224,10 @@ KERNEL __launch_bounds__(32 * HEADS, BLOCKS) crowd(CONSTANT_ARGUMENT(BoxMap) map
       write_state(to, in, sequence, head, state);
       continue;
     }
-    Partial* parts = workspace + (u64)head * gridDim.x * 2;
-    write_partial(parts[2 * worker + from_start], state, in.queries * in.group);
-    const int first_worker = worker_of(workers, shares.starts[sequence]);
-    const int count = worker_of(workers, shares.starts[sequence + 1] - 1) - first_worker + 1;
-    if (is_last_warp(counters + head * sequences + sequence, count)) merge(to, in, sequence, head, parts, first_worker, count);
+    write_partial(of_head[2 * worker + from_start], state, in.queries * in.group);
+    (from_start ? last_part : first_part) = sequence;
   }
+  // Merging waits for others and for memory, so it comes when nothing else is left to do.
+  if (first_part >= 0) end_sequence(to, in, first_part, head, shares, workers, of_head, counters + head * sequences + first_part);
+  if (last_part >= 0) end_sequence(to, in, last_part, head, shares, workers, of_head, counters + head * sequences + last_part);
 }

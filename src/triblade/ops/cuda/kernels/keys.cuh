@@ -2,6 +2,7 @@
 //
 // Compile-time: as in `attend.cuh`.
 
+#if !IN_BOXES
 #define SHARES_BLOCK (BLOCK % KEYS == 0)  // all keys of a turn are in one cache block
 
 // Where a sequence's keys and values of one head are: items `token * heads + head` of planes of its blocks.
@@ -76,3 +77,5 @@ DEVICE float load_scale(const Stretch& in, int first) {
   return 1.0f;
 #endif
 }
+#endif
+

@@ -133,31 +133,17 @@ DEVICE void store_codes(const Items& items, u16* codes, u16* scale_at, int dim, 
   if ((threadIdx.x & 31) == 0) *scale_at = bits;
 }
 
-// qkv [tokens, (query_heads + 2 heads) * dim]: norm and rotate queries (in place) and keys, write keys and values of tokens with a
-// slot (negative: none) to the cache. Grid: (query_heads + 2 heads) / warps of a block rounded up, tokens.
-KERNEL rotate_and_write(u32* qkv, const int* positions, const int* slots, Pool pool, Rotation rotation, int query_heads, int dim) {
-  let_next_start();
-  wait_for_previous();
-  const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = blockIdx.y;
-  const int all = query_heads + 2 * pool.heads, slot = slots[token], half = rotation.half;
-  if (head >= all || slot < 0) return;
-  u32* vector = qkv + ((u64)token * all + head) * (dim / 2);
-  Items items;
-  load_items(items, vector, dim, half);
-  const bool is_value = head >= query_heads + pool.heads;
-  if (!is_value) {
-    if (rotation.norm) norm_items(items, rotation.norm + head * dim, dim, half, rotation.eps);
-    rotate_items(items, rotation, positions[token], dim);
-  }
-  if (head < query_heads) {
-    store_items(items, vector, dim, half);
-    return;
-  }
+struct Heads {
+  int queries, keys, dim;  // `keys`: as many of keys, and of values
+};
+
+DEVICE void write_to_cache(Items& items, const Pool& pool, const Heads& heads, int slot, int head, int half) {
+  const bool is_value = head >= heads.queries + heads.keys;
   u8* row = pool.pool + (slot / pool.block_size) * pool.row_bytes;
-  const u64 item = (u64)(slot % pool.block_size) * pool.heads + head - query_heads - (is_value ? pool.heads : 0);
+  const u64 item = (u64)(slot % pool.block_size) * heads.keys + head - heads.queries - (is_value ? heads.keys : 0);
   u8* plane = row + (is_value ? pool.values : pool.keys);
   if (!pool.is_int8) {
-    store_items(items, reinterpret_cast<u32*>(plane) + item * (dim / 2), dim, half);
+    store_items(items, reinterpret_cast<u32*>(plane) + item * (heads.dim / 2), heads.dim, half);
     return;
   }
   // The reference rounds keys to the type of activations before the codec sees them.
@@ -166,7 +152,32 @@ KERNEL rotate_and_write(u32* qkv, const int* positions, const int* slots, Pool p
 #pragma unroll
     for (int i = 0; i < 4; i++) items.x[j][i] = low<F16>(pack<F16>(items.x[j][i], 0.0f));
   u16* scales = reinterpret_cast<u16*>(row + (is_value ? pool.value_scales : pool.key_scales));
-  store_codes(items, reinterpret_cast<u16*>(plane) + item * (dim / 2), scales + item, dim, half);
+  store_codes(items, reinterpret_cast<u16*>(plane) + item * (heads.dim / 2), scales + item, heads.dim, half);
+}
+
+// qkv [tokens, (query_heads + 2 heads) * dim]: norm and rotate queries (in place) and keys, write keys and values of tokens with a
+// slot (negative: none) to the cache. Grid: blocks whose warps take a token's heads in turn, tokens.
+KERNEL rotate_and_write(u32* qkv, const int* positions, const int* slots, Pool pool, Rotation rotation, int query_heads, int dim) {
+  let_next_start();
+  wait_for_previous();
+  const int token = blockIdx.y, slot = slots[token], position = positions[token], half = rotation.half, warps = blockDim.x / 32;
+  const Heads heads = {query_heads, pool.heads, dim};
+  const int all = query_heads + 2 * pool.heads, step = gridDim.x * warps;
+  if (slot < 0) return;
+  u32* vectors = qkv + (u64)token * all * (dim / 2);
+  int head = blockIdx.x * warps + threadIdx.x / 32;
+  Items next;
+  if (head < all) load_items(next, vectors + head * (dim / 2), dim, half);
+  for (; head < all; head += step) {
+    Items items = next;
+    if (head + step < all) load_items(next, vectors + (head + step) * (dim / 2), dim, half);
+    if (head < query_heads + pool.heads) {
+      if (rotation.norm) norm_items(items, rotation.norm + head * dim, dim, half, rotation.eps);
+      rotate_items(items, rotation, position, dim);
+    }
+    if (head < query_heads) store_items(items, vectors + head * (dim / 2), dim, half);
+    else write_to_cache(items, pool, heads, slot, head, half);
+  }
 }
 
 #define BEST_THREADS 256
