@@ -20,6 +20,7 @@ from triblade.engine.scheduler import ScheduledRequest
 
 pytestmark = pytest.mark.gpu
 IDS = prompt(60)
+NEAR_TIE = 0.1  # deviations of a row's logits; of a random model they are noisier than of a trained one
 LENGTHS = (3, 17, 40, 9, 64, 30, 12, 5, 22, 41, 8, 19, 33, 27, 6, 11, 13, 50, 21, 4)
 
 
@@ -91,18 +92,19 @@ def outputs(executor: Any, count: int) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def agrees(judge: StepExecutor, ours: list[int], theirs: list[int], ids: list[int]) -> bool:
-    """Equal up to the first near tie: where they part, `judge` prefers neither by more than a few roundings."""
+def preference(judge: StepExecutor, ours: list[int], theirs: list[int], ids: list[int]) -> float:
+    """How much `judge` prefers one token to the other where two answers part, in deviations of its logits; 0 for equal ones."""
     for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
             logits = all_logits(judge, [*ids, *ours[:position]])[-1]
-            return abs(float(logits[a] - logits[b])) < 0.05 * float(logits.std())
-    return True
+            return abs(float(logits[a] - logits[b])) / float(logits.std())
+    return 0.0
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("scheme", [None, "int4"])
 def test_recorded_launched_and_reference_agree(count: int, scheme: str | None) -> None:
+    """Up to the first near tie: where answers part, neither token is better by more than roundings come to."""
     model = cuda_tiny("qwen2", hidden_size=256, intermediate_size=512, max_position_embeddings=320)
     recorded, launched = gpu_executor(model, scheme=scheme), gpu_executor(model, scheme=scheme)
     launched._records = False
@@ -112,7 +114,8 @@ def test_recorded_launched_and_reference_agree(count: int, scheme: str | None) -
     judge = gpu_reference(model, torch.float32) if scheme is None else gpu_executor(model, scheme=scheme)
     others = [theirs] if scheme else [theirs, outputs(gpu_reference(model, torch.bfloat16), count)]
     for other in others:
-        assert all(agrees(judge, a, b, ids) for a, b, ids in zip(ours, other, prompts, strict=True))
+        preferences = [preference(judge, a, b, ids) for a, b, ids in zip(ours, other, prompts, strict=True)]
+        assert max(preferences) < NEAR_TIE
 
 
 def test_ten_thousand_steps_keep_no_memory() -> None:
