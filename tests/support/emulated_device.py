@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from triblade.ops.cuda.device import Grid, source_text
 
 HEADER = Path(__file__).with_name("cuda_emulation.h")
@@ -39,9 +41,15 @@ class EmulatedDevice:
     def __init__(self, folder: Path, *, has_warpgroups: bool = True) -> None:
         self._folder = folder
         self.has_warpgroups = has_warpgroups
+        self.multiprocessors = 2  # so that few sequences are shared by several workers
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         return getattr(library(source, tuple(sorted(constants.items())), self._folder), f"launch_{name}")
+
+    def box_map(
+        self, tensor: Tensor, first: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> ctypes.Array[ctypes.c_uint64]:
+        return (ctypes.c_uint64 * 16)(tensor.data_ptr() + first, *sizes, 1, *strides, *box)
 
     def launch(
         self,

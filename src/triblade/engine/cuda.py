@@ -63,6 +63,7 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
     widths = (config.hidden_size, config.q_size, config.intermediate_size)
     reasons = [packing.why_not_dense(width) for width in widths]
     reasons += [attention.why_not(config.head_dim, codec, dtype), vectors.why_not_width(config.hidden_size)]
+    reasons += [attention.why_not_rotated(rope.rotary_dim) for rope in config.ropes]
     return next((reason for reason in reasons if reason), None)
 
 
@@ -234,7 +235,7 @@ class CudaExecutor:
         best = [everything[row] for row in index]
         if not with_logits:
             if self._next is None and self._runs_ahead and self._now.goes_on:
-                self._next = self._steps.follow(self._now)
+                self._next = self._follow(self._now)
             return Scores(best, None)
         logits = self._logits[: len(index)] if index == list(range(len(index))) else self._logits[index]
         return Scores(best, logits[:, : self._vocab_size])
@@ -279,7 +280,13 @@ class CudaExecutor:
             asked = {item.request for item in items}
             self._steps.leave(ahead, [request for request in ahead.places if request not in asked])
         self._now, self._items, self._rows, self._best_now = ahead, items, rows, None
-        self._next = self._steps.follow(ahead)
+        self._next = self._follow(ahead)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The step after `flight`; None where its sequences have no room, or are so few that a step of half the size takes them."""
+        size = len(flight.recorded.inputs.num_blocks)
+        fewest = bucket_of(BUCKETS, len(flight.places)) or size
+        return None if 2 * fewest <= size else self._steps.follow(flight)
 
     # Launched steps
 

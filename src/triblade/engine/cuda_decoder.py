@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from triblade.ops.cuda.vectors import VectorKernels
 
 # From so many queries per sequence on, keys and values are gathered for the library's kernel: it is bound by arithmetic then.
 GATHERED_QUERIES = 64
+MOST_GATHERED_KEYS = 2**17  # of one call of that kernel, which bounds the copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,19 @@ class Group:
     @property
     def rows(self) -> slice:
         return slice(self.first_row, self.first_row + self.sequences.positions.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """S long chunks in neighbouring rows of the step, as one call of the library's kernel takes them."""
+
+    rows: slice
+    blocks: Tensor  # [1, B] int64: those of all sequences, one after the other
+    query_starts: Tensor  # [S + 1] int32
+    key_starts: Tensor  # [S + 1] int32, in whole blocks
+    lengths: Tensor  # [S] int32 keys that count
+    most_queries: int
+    most_keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +175,12 @@ class CudaDecoder:
         x, normed = buffers.x, buffers.normed
         if self.other_attention is not None:
             self.other_attention.begin([_attention_group(group) for group in groups])
+        parts = self._parts(groups) if buffers.mixed.tiles == 0 else groups
         added: tuple[Tensor, Tensor] | None = None
         for index, layer in enumerate(self.weights.layers):
             vectors.rms_norm(x, layer.input_norm, config.rms_norm_eps, normed, added)
             self._keep(index - 1, x, buffers)
-            self._attend(index, layer, all_tokens, groups, buffers)
+            self._attend(index, layer, all_tokens, parts, buffers)
             added = self._project(buffers.mixed, layer.output, layer.attention_post_norm, buffers)
             vectors.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, normed, added)
             self._linear.multiply(normed, layer.gate_up, buffers.inner, activation=config.activation)
@@ -219,7 +235,7 @@ class CudaDecoder:
         index: int,
         layer: LayerWeights[DeviceMatrix],
         all_tokens: Sequences,
-        groups: Sequence[Group],
+        parts: Sequence[Group | Gathered],
         buffers: Buffers,
     ) -> None:
         config, place = self.config, self._layers[index]
@@ -235,41 +251,70 @@ class CudaDecoder:
         scoring = Scoring(
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
-        for group in groups:
-            qkv = buffers.qkv[group.rows]
-            if buffers.mixed.tiles == 0 and self._gathers(group):
-                self._attend_gathered(index, qkv, group, scoring, buffers.mixed.values[group.rows])
+        for part in parts:
+            if isinstance(part, Gathered):
+                self._attend_gathered(index, buffers.qkv[part.rows], part, scoring, buffers.mixed.values[part.rows])
             else:
-                self._attention.attend(qkv, group.sequences, place, scoring, buffers.mixed, group.first_row)
+                qkv = buffers.qkv[part.rows]
+                self._attention.attend(qkv, part.sequences, place, scoring, buffers.mixed, part.first_row)
+
+    def _parts(self, groups: Sequence[Group]) -> list[Group | Gathered]:
+        """Groups, with neighbours of long chunks made one: a launch for each of many prompts would cost more than its work."""
+        parts, run, num_keys = list[Group | Gathered](), list[Group](), 0
+        for group in groups:
+            keys = group.sequences.tables.numel() * self._cache.layout.block_size
+            if run and (not self._gathers(group) or num_keys + keys > MOST_GATHERED_KEYS):
+                parts.append(self._gathered(run))
+                run, num_keys = [], 0
+            if self._gathers(group):
+                run.append(group)
+                num_keys += keys
+            else:
+                parts.append(group)
+        return [*parts, self._gathered(run)] if run else parts
 
     def _gathers(self, group: Group) -> bool:
         is_long = group.sequences.queries >= GATHERED_QUERIES and group.lengths is not None
         return is_long and self.config.attention_softcap is None and self.memory.type == "cuda"
 
-    def _attend_gathered(self, index: int, qkv: Tensor, group: Group, scoring: Scoring, out: Tensor) -> None:
-        """Long chunks: keys and values of the group's blocks, decoded, through torch's flash attention."""
-        config, queries = self.config, group.sequences.queries
-        count = group.sequences.tables.shape[0]
-        blocks = -(-group.num_keys // self._cache.layout.block_size)
-        keys, values = self._cache.read(index, group.sequences.tables[:, :blocks].long())  # [S, L, G, D]
-        length = keys.shape[1]
-        heads = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
-        starts = torch.arange(count + 1, dtype=torch.int32, device=self.memory)
+    def _gathered(self, groups: Sequence[Group]) -> Gathered:
+        queries, keys = [0], [0]
+        for group in groups:
+            count, width = group.sequences.tables.shape
+            queries += [group.sequences.queries] * count
+            keys += [width * self._cache.layout.block_size] * count
+        starts = np.cumsum((queries, keys), axis=1, dtype=np.int32)
+        query_starts, key_starts = torch.from_numpy(starts).to(self.memory)
+        lengths = [group.lengths for group in groups if group.lengths is not None]
+        return Gathered(
+            rows=slice(groups[0].first_row, groups[-1].rows.stop),
+            blocks=torch.cat([group.sequences.tables.flatten() for group in groups]).long().unsqueeze(0),
+            query_starts=query_starts,
+            key_starts=key_starts,
+            lengths=torch.cat(lengths),
+            most_queries=max(queries),
+            most_keys=max(group.num_keys for group in groups),
+        )
+
+    def _attend_gathered(self, index: int, qkv: Tensor, chunks: Gathered, scoring: Scoring, out: Tensor) -> None:
+        """Long chunks: keys and values of their blocks, decoded, through torch's flash attention."""
+        config = self.config
+        keys, values = self._cache.read(index, chunks.blocks)  # [1, B * block_size, G, D]
         attended = torch.ops.aten._flash_attention_forward(
-            heads,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            starts * queries,
-            starts * length,
-            queries,
-            length,
+            qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads],
+            keys[0],
+            values[0],
+            chunks.query_starts,
+            chunks.key_starts,
+            chunks.most_queries,
+            chunks.most_keys,
             0.0,
             True,
             False,
             scale=scoring.scale,
             window_size_left=-1 if scoring.window is None else scoring.window - 1,
             window_size_right=0,
-            seqused_k=group.lengths,
+            seqused_k=chunks.lengths,
         )[0]
         out.copy_(attended.flatten(1))
 

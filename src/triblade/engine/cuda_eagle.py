@@ -8,7 +8,7 @@ the twin. Invariant: a guess is written to the cache only below its run's limit,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -285,7 +285,9 @@ class CudaEagle:
         if num_keys == 0:
             return Group(sequences, 0, 0)
         lengths = (sequences.positions.view(-1, sequences.queries)[:, -1] + 1).int()
-        return Group(sequences, 0, int(lengths.max()), lengths)
+        most = int(lengths.max())
+        tables = sequences.tables[:, : -(-most // self._block_size)].contiguous()
+        return Group(replace(sequences, tables=tables), 0, most, lengths)
 
 
 def device_weights(checkpoint: EagleCheckpoint, memory: torch.device, dtype: torch.dtype) -> EagleWeights[DeviceMatrix]:

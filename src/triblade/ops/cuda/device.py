@@ -36,7 +36,16 @@ LEAST_CAPABILITY = (
     0,
 )  # the sources use what older processors do not have: kernels that start before their predecessor ended
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
-_PARTS = {"linear.cu": ("weights.cuh",), "wide.cu": ("weights.cuh",), "attention.cu": ("keys.cuh",)}
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_UINT8, _NO_INTERLEAVE, _SWIZZLE_128B, _NO_PROMOTION, _ZEROS_OUTSIDE = 0, 0, 3, 0, 0  # how boxes arrive
+_PARTS = {
+    "linear.cu": ("weights.cuh",),
+    "wide.cu": ("weights.cuh",),
+    "attention.cu": ("attend.cuh", "keys.cuh", "boxes.cuh"),
+    "crowd.cu": ("attend.cuh", "boxes.cuh"),
+    "norm.cu": ("eights.cuh",),
+    "vectors.cu": ("eights.cuh",),
+}
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -45,11 +54,25 @@ class Device(Protocol):
 
     @property
     def has_warpgroups(self) -> bool:
-        """Whether there are matrix instructions of whole warpgroups (`kernels/wide.cu`)."""
+        """Whether there are matrix instructions of whole warpgroups (`kernels/wide.cu`) and boxes (`kernels/crowd.cu`)."""
+        ...
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many there are."""
         ...
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         """A kernel of a source file with constants compiled in; compiled once."""
+        ...
+
+    def box_map(
+        self, tensor: Tensor, first: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> Any:
+        """A tensor's bytes from `first` on as five dimensions of `sizes`, `strides` bytes apart (four: the first one is dense).
+
+        An argument of kernels, which copy boxes out of it: 128 bytes of the first dimension, `box` elements of the others.
+        """
         ...
 
     def launch(
@@ -138,6 +161,7 @@ class CudaDevice:
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
         self.has_warpgroups = self._capability == (9, 0)
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
         self._codes: dict[_Source, bytes] = {}
         self._kernels: dict[tuple[_Source, str], _Kernel] = {}
@@ -171,6 +195,23 @@ class CudaDevice:
         keys = {(source, tuple(sorted(constants.items()))) for source, constants in wanted} - self._codes.keys()
         with ThreadPoolExecutor(COMPILERS) as pool:
             self._codes.update(zip(keys, pool.map(self._compiled, keys), strict=True))
+
+    def box_map(
+        self, tensor: Tensor, first: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> ctypes.Array[ctypes.c_char]:
+        """See `Device`."""
+        room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        made = (ctypes.c_char * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % _MAP_ALIGNMENT)
+        code = self._driver.cuTensorMapEncodeTiled(
+            made, _UINT8, 5, ctypes.c_void_p(tensor.data_ptr() + first), (ctypes.c_uint64 * 5)(*sizes),
+            (ctypes.c_uint64 * 4)(*strides), (ctypes.c_uint32 * 5)(*box), (ctypes.c_uint32 * 5)(*[1] * 5),
+            _NO_INTERLEAVE, _SWIZZLE_128B, _NO_PROMOTION, _ZEROS_OUTSIDE,
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(
+                f"a tensor of {sizes}, {strides} bytes apart, cannot be copied in boxes of {box}: error {code}"
+            )
+        return made
 
     def launch(
         self,
