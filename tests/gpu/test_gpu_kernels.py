@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from triblade.kv.layout import KVLayout
 from triblade.ops.backend import Linear
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.linear import Activations, LinearKernels
-from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense, unpack
+from triblade.ops.cuda.packing import DeviceMatrix, finer_groups, pack_codes, pack_dense, unpack
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.reference import ReferenceBackend
 
@@ -64,14 +66,35 @@ def test_products(kind: str, rows: int, is_gated: bool, dtype: torch.dtype) -> N
         assert torch.equal(*results), tokens
 
 
+@pytest.mark.parametrize(("rows", "is_gated"), [(1000, False), (2 * 1536, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_rounded_inputs(rows: int, is_gated: bool, dtype: torch.dtype) -> None:
+    """Many tokens through the library's product of integers, against the formula in float32."""
+    torch.manual_seed(0)
+    whole = random_codes(rows, 1152, 1152, 8, has_offsets=False)
+    matrix = replace(pack_codes(finer_groups(whole), dtype, is_gated=is_gated), row_scales=whole.scales[:, 0].float())
+    kernels = LinearKernels(cuda_device(), dtype, CUDA)
+    kernels.reserve([matrix])
+    x = (torch.randn(500, 1152, device=CUDA) * torch.logspace(-2, 1, 500, device=CUDA)[:, None]).to(dtype)
+    scales = x.float().abs().amax(1, keepdim=True) / 127
+    assert matrix.bias is not None
+    expected = F.linear((x.float() / scales).round() * scales, whole.dequantize(), matrix.bias.float())
+    out = torch.full((500, rows // 2 if is_gated else rows), 0.5, device=CUDA, dtype=dtype)
+    kernels.multiply(Activations(x, 500, 0), matrix, out, None if is_gated else out)
+    wanted = ReferenceBackend().gated_activation(expected, "silu") if is_gated else expected + 0.5
+    assert error(out, wanted) < BOUNDS[dtype]
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(28, 4, 128), (9, 3, 64), (8, 1, 256)])
+@pytest.mark.parametrize("shape", [(28, 4, 128), (9, 3, 64), (8, 1, 256)])  # heads, those of keys, size
 @pytest.mark.parametrize("queries", [1, 4, 33])
 @pytest.mark.parametrize("window", [None, 100])
-def test_attention(codec: str, heads: int, groups: int, dim: int, queries: int, window: int | None) -> None:
-    """Sequences of several lengths in scattered blocks, over what the cache holds."""
+@pytest.mark.parametrize("copies", [1, 12])
+def test_attention(codec: str, shape: tuple[int, int, int], queries: int, window: int | None, copies: int) -> None:
+    """Few and many sequences of several lengths in scattered blocks, over what the cache holds; twice, with the same result."""
     torch.manual_seed(0)
-    lengths = [queries, 60, 64, 65, 700, 3001]
+    heads, groups, dim = shape
+    lengths = [queries, 60, 64, 65, 700, 3001] * copies
     layout = KVLayout(num_layers=2, num_kv_heads=groups, head_dim=dim, block_size=16, codec=codec)
     width = layout.blocks_for(max(lengths))
     cache = KVCache(layout, width * len(lengths), torch.bfloat16, CUDA)
@@ -87,8 +110,13 @@ def test_attention(codec: str, heads: int, groups: int, dim: int, queries: int, 
     kernels.rotate_and_write(
         qkv, sequences, layer, Rotation(cosines=angles.cos(), sines=angles.sin(), norm=None, eps=1e-6)
     )
-    out = Activations(torch.full((len(positions), heads * dim), torch.nan, device=CUDA, dtype=qkv.dtype), 0, 0)
-    kernels.attend(qkv, sequences, layer, Scoring(scale=dim**-0.5, softcap=None, window=window), out)
+    out, again = (
+        Activations(torch.full((len(positions), heads * dim), torch.nan, device=CUDA, dtype=qkv.dtype), 0, 0)
+        for _ in range(2)
+    )
+    for result in (out, again):
+        kernels.attend(qkv, sequences, layer, Scoring(scale=dim**-0.5, softcap=None, window=window), result)
+    assert torch.equal(out.values, again.values)
     keys, values = (x.float().transpose(1, 2) for x in cache.read(1, tables.long()))
     at = positions.view(-1, queries, 1)
     key = torch.arange(keys.shape[2], device=CUDA)
