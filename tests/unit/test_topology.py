@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from device_trees import FakeDriver, cores, pci_tree
 
+from triblade import cli
 from triblade.disagg.cores import as_list, parse_list, split_cores
+from triblade.disagg.machine import describe_machine
 from triblade.disagg.nvml import Nvml
 from triblade.disagg.topology import Link, Topology, pci_address, read_topology
 from triblade.errors import ConfigError, UnsupportedError
@@ -205,3 +208,29 @@ def test_without_package_or_driver_there_is_a_hint(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(UnsupportedError, match="nvidia-ml-py is not installed"):
         Nvml()
+
+
+def test_the_machine_in_words(tmp_path: Path) -> None:
+    pci_tree(tmp_path, PLACES, NUMA)
+    cores(tmp_path, ["0"])
+
+    def describe(num_prefill: int, num_decode: int, addresses: list[str]) -> str:
+        return describe_machine(num_prefill, num_decode, lambda: nullcontext(FakeDriver(addresses)), tmp_path)
+
+    assert describe(1, 1, list(PLACES)).endswith("prefill on 0, decode on 1: same PCIe switch or better")
+    assert describe(4, 4, list(PLACES)).endswith("8 workers for 5 devices: roles share a device, or fewer workers run")
+    assert describe(1, 1, []).startswith("the driver sees no device\nprefill on cores")
+
+
+def test_the_doctor_looks_at_the_machine_when_no_model_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    assert cli.main(["doctor", "--prefill-workers", "1", "--decode-workers", "1"]) == 0
+    assert "prefill on 0, decode on 1: NVLink or better" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert cli.main(["doctor"]) == 0
+    assert "prefill on cores" in capsys.readouterr().out
+    assert cli.main(["doctor", "--target", "m"]) == cli.BAD_OPTIONS
+    assert "compares two models" in capsys.readouterr().err
+    assert cli.main(["doctor", "--prefill-workers", "0"]) == cli.BAD_OPTIONS

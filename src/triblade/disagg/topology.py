@@ -1,8 +1,8 @@
 """How near devices are to each other, and which of them should prefill and which decode.
 
-Rows go from every prefill device to every decode device, so a choice is as good as its worst pair. NVLink comes from the driver, the
-PCI tree and NUMA nodes from sysfs below a root that tests replace; on a machine without devices the cores are split instead. Knows no
-engine and starts nothing; every answer comes with its reasons.
+Rows go from every prefill device to every decode device, so a choice is as good as its worst pair. NVLink comes from the driver,
+the PCI tree and NUMA nodes from sysfs below a root that tests replace. Knows no engine and starts nothing; every answer comes with
+its reasons.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Topology:
         return "\n".join((*lines, *about))
 
     def _nearest(self, prefill: Sequence[Device], count: int) -> tuple[Device, ...]:
-        """The devices nearest to all of `prefill`. Each one's distance depends on those only, so the best one by one are the best."""
+        """The devices nearest to all of `prefill`; as no distance depends on other decode devices, one by one finds the best."""
         others = [device for device in self.devices if device not in prefill]
 
         def distance(device: Device) -> tuple[int, int, int]:
