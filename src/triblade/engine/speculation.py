@@ -48,8 +48,10 @@ class _Naps:
         self._left = self._idle = self._active = 0
         self._next = NAP_STEPS
 
-    def is_asleep(self) -> bool:
+    def is_asleep(self, num_requests: int) -> bool:
         """Whether this step passes in sleep; called once a step."""
+        if num_requests < NAP_REQUESTS:
+            return False
         self._left -= self._left > 0
         return self._left > 0
 
@@ -108,7 +110,7 @@ class Speculator:
 
     def after_step(self, results: Sequence[StepResult], seconds: float) -> None:
         """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are."""
-        if self._naps.is_asleep():
+        if self._naps.is_asleep(len(results)):
             self._noted, self._draft_s = [], None
             return
         self._learn(sum(result.item.num_tokens for result in results), seconds)

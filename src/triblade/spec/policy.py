@@ -4,7 +4,7 @@ Knows no tensor, no token, no drafter and no clock: times and outcomes are told 
 lengths. Invariant: a request is never asked to draft more than it could still use.
 
     tokens of a step     E = sum over requests of 1 + a1 + a1 a2 + ... + a1 ... ak      (a_i: acceptance of its position i)
-    seconds of a step    T(rows) + D(k): verification by its rows, drafting by its length, both learned from steps that ran
+    seconds of a step    T(rows) + D(k): verification by its rows, drafting by the tokens tried, both learned from steps that ran
     the choice           all k = 0 at first; the request with the likeliest next token gets one more, and so on; of all
                          allocations on this way the one with the highest E / (T + D) is taken
 
@@ -128,15 +128,22 @@ class PolicySettings:
 class _Habits:
     """What a request (or all of them together) was offered and accepted."""
 
-    __slots__ = ("accepted", "offered")
+    __slots__ = ("accepted", "backed", "offered")
 
     def __init__(self, length: int, keep: float) -> None:
-        self.accepted = PositionCounts(length, keep)
-        self.offered = PositionCounts(length, keep)
+        self.accepted = PositionCounts(length, keep)  # of what was offered, behind accepted tokens
+        self.offered = PositionCounts(length, keep)  # of what was asked for, behind offered tokens
+        self.backed = PositionCounts(length, keep)  # of what was asked for, behind accepted tokens
 
     def observe(self, outcome: Verified) -> None:
         self.offered.observe(outcome.asked, outcome.proposed)
+        self.backed.observe(min(outcome.asked, outcome.accepted + 1), outcome.proposed)
         self.accepted.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
+
+    def prospect(self, prior: Sequence[Sequence[float]], limit: int, weight: float) -> Prospect:
+        """What to expect of drafts of up to `limit` tokens, with what is expected of all as the prior."""
+        own = (self.accepted, self.offered, self.backed)
+        return Prospect.of(*(counts.estimates(base[:limit], weight) for counts, base in zip(own, prior, strict=True)))
 
 
 class AdaptivePolicy:
@@ -197,8 +204,8 @@ class AdaptivePolicy:
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
             if record.draft_s is not None and not self._step_cost.is_empty:
-                asked = [outcome.asked for outcome in record.verified]
-                self._draft_cost.observe(max(asked), sum(asked), record.draft_s / self._step_cost.level_s)
+                tries = [outcome.tries for outcome in record.verified]
+                self._draft_cost.observe(max(tries), sum(tries), record.draft_s / self._step_cost.level_s)
 
     def forget(self, number: int) -> None:
         """See `DraftPolicy.forget`."""
@@ -292,7 +299,8 @@ class AdaptivePolicy:
         if search.rate(lengths) < (1.0 - self._settings.patience) * search.rate(nothing):
             return nothing
         usual = self._usual.estimates([self._settings.first_acceptance], self._settings.first_weight)
-        long_run = search.with_prospects([Prospect.of(usual, [1.0])] * len(candidates))
+        offered = self._shared.offered.estimates([1.0], self._settings.first_weight)
+        long_run = search.with_prospects([Prospect.of(usual, offered, offered)] * len(candidates))
         return lengths if long_run.rate(lengths) > long_run.rate(nothing) else nothing
 
     def _prospects(self, candidates: Iterable[Candidate]) -> list[Prospect]:
@@ -301,14 +309,14 @@ class AdaptivePolicy:
         first = min(usual, settings.first_acceptance)  # a bad name lasts longer than a good one
         accepted = self._shared.accepted.estimates([first] * settings.max_length, settings.first_weight)
         offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.first_weight)
-        prospects = []
+        backed = self._shared.backed.estimates([1.0] * settings.max_length, settings.first_weight)
+        prior, prospects = (accepted, offered, backed), []
         for candidate in candidates:
             habits = self._habits.get(candidate.number)
             limit = self._rule.apply(candidate, settings.max_length)
-            if habits is None:
-                prospects.append(Prospect.of(accepted[:limit], offered[:limit]))
-                continue
-            own_accepted = habits.accepted.estimates(accepted[:limit], settings.prior_weight)
-            own_offered = habits.offered.estimates(offered[:limit], settings.prior_weight)
-            prospects.append(Prospect.of(own_accepted, own_offered))
+            prospects.append(
+                habits.prospect(prior, limit, settings.prior_weight)
+                if habits is not None
+                else Prospect.of(*(base[:limit] for base in prior))
+            )
         return prospects
