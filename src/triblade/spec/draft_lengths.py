@@ -7,6 +7,7 @@ the tokens tried. Invariant: what is found is never worse than drafting nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ class Prospect:
     """What drafts of a request promise."""
 
     likelihood: list[float]  # by position: that it is accepted, if it is offered; never rises from one to the next
-    rows: list[float]  # by length asked for, from 0: expected rows of the step
+    rows: list[float]  # by length asked for, from 0: expected rows of the step,
+    variance: list[float]  # and their variance
     tokens: list[float]  # by length asked for, from 0: expected tokens of the step
     reach: list[float]  # by position: chance that it is tried, which it is if those before it were offered
 
@@ -34,8 +36,9 @@ class Prospect:
             offered: that it is offered, if those before it were.
             backed: the same if those were right: who guessed well so far is surer of the next token.
         """
-        likelihood, rows, tokens, reach = list[float](), [1.0], [1.0], list[float]()
+        likelihood, rows, tokens, reach, variance = list[float](), [1.0], [1.0], list[float](), [0.0]
         chance = offer = lowest = 1.0
+        square = 0.0  # expectation of the square of the tokens offered
         for position, accept in enumerate(accepted):
             reach.append(offer)
             chance *= accept * backed[position]
@@ -44,7 +47,9 @@ class Prospect:
             likelihood.append(lowest)
             rows.append(rows[-1] + offer)
             tokens.append(tokens[-1] + chance)
-        return cls(likelihood, rows, tokens, reach)
+            square += (2 * position + 1) * offer
+            variance.append(square - (rows[-1] - 1.0) ** 2)
+        return cls(likelihood, rows, variance, tokens, reach)
 
 
 class DraftSearch:
@@ -103,18 +108,21 @@ class DraftSearch:
 class _Plan:
     """Lengths that grow token by token, and what they are expected to give and to cost."""
 
-    __slots__ = ("_depth", "_draft_times", "_row_times", "_tokens", "_tries", "_unreached", "rows")
+    __slots__ = ("_depth", "_draft_times", "_num_requests", "_row_times", "_tokens", "_tries", "_unreached", "_variance", "rows")
 
     def __init__(self, num_requests: int, row_times: RowTimes, draft_times: DraftTimes) -> None:
         self._row_times = row_times
         self._draft_times = draft_times
         self.rows = self._tokens = float(num_requests)
+        self._num_requests = num_requests
+        self._variance = 0.0
         self._tries = self._depth = 0.0  # tokens that the drafter computes for all requests; one after the other
         self._unreached: list[float] = []  # by position: chance that no request gets that far
 
     def add(self, prospect: Prospect, position: int) -> None:
         """A request is asked for one token more."""
         self.rows += prospect.rows[position + 1] - prospect.rows[position]
+        self._variance += prospect.variance[position + 1] - prospect.variance[position]
         self._tokens += prospect.tokens[position + 1] - prospect.tokens[position]
         self._tries += prospect.reach[position]
         if position == len(self._unreached):
@@ -126,4 +134,6 @@ class _Plan:
     @property
     def rate(self) -> float:
         """Committed tokens per time."""
-        return self._tokens / (self._row_times.at(self.rows) + self._draft_times.at(self._depth, self._tries))
+        spread = min(math.sqrt(max(self._variance, 0.0)), self.rows - self._num_requests)
+        step = 0.5 * (self._row_times.at(self.rows - spread) + self._row_times.at(self.rows + spread))
+        return self._tokens / (step + self._draft_times.at(self._depth, self._tries))
