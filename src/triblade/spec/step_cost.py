@@ -24,10 +24,11 @@ RECENT_STEPS = 9  # that a step is compared with
 CALM = 0.1  # spread of the recent steps, as a share, at which a comparison counts half
 FIRST_WEIGHT = 0.5
 FIRST_SURPRISE = (
-    0.15  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected
+    0.4  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected
 )
 YOUNG_SURPRISE = 0.4  # the same later, divided by 1 + weight; beside it stand SPREADS times the spread
 SPREADS = 3.0
+MOST_DOUBLINGS = 3  # of these bounds, while one surprise confirms the other
 MAX_WEIGHT = 150.0  # comparisons an entry remembers
 HALF_LIFE_STEPS = 2048  # of the weight of an entry that is not observed
 MIN_WEIGHT = 0.02  # an entry that weighs less is forgotten
@@ -36,13 +37,25 @@ MIN_WEIGHT = 0.02  # an entry that weighs less is forgotten
 class _Entry:
     """The relative time of steps with about as many rows."""
 
-    __slots__ = ("last_step", "log_time", "rows", "weight")
+    __slots__ = ("last_step", "log_time", "rows", "same_way", "weight")
 
     def __init__(self, rows: float, log_time: float, step: int) -> None:
         self.rows = rows  # mean of those observed
         self.log_time = log_time  # logarithm of seconds, less the common level
         self.weight = FIRST_WEIGHT
         self.last_step = step
+        self.same_way = 0  # surprises in a row that were cut, counted down if they were negative
+
+    def limited(self, surprise: float, most: float) -> float:
+        """A surprise, cut; less and less while one after the other must be cut on the same side."""
+        limit = most * 2.0 ** min(abs(self.same_way), MOST_DOUBLINGS) if surprise * self.same_way > 0 else most
+        if abs(surprise) <= limit:
+            self.same_way = 0
+        elif surprise > 0:
+            self.same_way = max(self.same_way, 0) + 1
+        else:
+            self.same_way = min(self.same_way, 0) - 1
+        return _within(surprise, limit)
 
     def weight_at(self, step: int) -> float:
         return self.weight * math.pow(0.5, (step - self.last_step) / HALF_LIFE_STEPS)
@@ -136,7 +149,7 @@ class StepCost:
         spread = median_low([abs(value - self._level) for _, value in self._recent])
         trust = len(others) / len(self._recent) / (1.0 + (spread / CALM) ** 2)
         weight = entry.weight_at(self._step)
-        surprise = _within(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
+        surprise = entry.limited(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
         share = trust / (weight + trust)
         entry.log_time += share * surprise
         entry.rows += share * (rows - entry.rows)
