@@ -108,7 +108,17 @@ class DraftSearch:
 class _Plan:
     """Lengths that grow token by token, and what they are expected to give and to cost."""
 
-    __slots__ = ("_depth", "_draft_times", "_num_requests", "_row_times", "_tokens", "_tries", "_unreached", "_variance", "rows")
+    __slots__ = (
+        "_depth",
+        "_draft_times",
+        "_num_requests",
+        "_row_times",
+        "_tokens",
+        "_tries",
+        "_unreached",
+        "_variance",
+        "rows",
+    )
 
     def __init__(self, num_requests: int, row_times: RowTimes, draft_times: DraftTimes) -> None:
         self._row_times = row_times

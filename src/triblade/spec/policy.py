@@ -114,7 +114,7 @@ class PolicySettings:
     request_fade: float = 0.98  # what a step without drafts leaves of these counts,
     shared_fade: float = 0.99
     usual_fade: float = 0.996  # so that a bad stretch is forgiven after a time as long as the evidence was strong
-    patience: float = 0.03  # share of the rate that may be lost for what pays in the long run
+    patience: float = 0.05  # share of the rate that may be lost for what pays in the long run
     plain_steps_first: int = 3  # before anything is drafted
     detour_worth: float = 0.8  # share of the best rate that is expected of it at least
     decide_every: int = 4  # steps between decisions while the batch stays the same; doubles while they change nothing

@@ -19,7 +19,8 @@ class ProbeSettings:
     probe_patience: int = 32  # steps after which a probe ends, drafts or not
     probe_after: int = 32  # steps until the first probe; doubles with every probe in vain
     probe_after_at_most: int = 2048
-    plain_every: int = 128  # at least one step in so many is plain, and
+    plain_every: int = 128  # at least one step in so many is plain, in the beginning
+    plain_first: int = 8  # one in so many; and
     detour_every: int = (
         32  # one in so many plain, or with a token more or less than chosen, where that is nearly as good;
     )
@@ -107,7 +108,7 @@ class Detours:
     def choose(self, worth: Sequence[Detour], step: int) -> Detour:
         """What to do in this step, one after the other of what is worth trying; mostly to add 0."""
         settings = self._settings
-        if step - self._plain_at >= settings.plain_every:
+        if step - self._plain_at >= min(settings.plain_every, settings.plain_first + step // settings.detour_growth):
             return PLAIN
         if not worth or step - self._detour_at < min(
             settings.detour_every, settings.detour_first + step // settings.detour_growth

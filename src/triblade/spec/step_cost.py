@@ -24,11 +24,11 @@ RECENT_STEPS = 9  # that a step is compared with
 CALM = 0.1  # spread of the recent steps, as a share, at which a comparison counts half
 FIRST_WEIGHT = 0.5
 FIRST_SURPRISE = (
-    0.4  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected
+    0.15  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected,
 )
+CALM_SURPRISE = 0.25  # and so much more if the recent steps were alike;
 YOUNG_SURPRISE = 0.4  # the same later, divided by 1 + weight; beside it stand SPREADS times the spread
 SPREADS = 3.0
-MOST_DOUBLINGS = 3  # of these bounds, while one surprise confirms the other
 MAX_WEIGHT = 150.0  # comparisons an entry remembers
 HALF_LIFE_STEPS = 2048  # of the weight of an entry that is not observed
 MIN_WEIGHT = 0.02  # an entry that weighs less is forgotten
@@ -37,25 +37,13 @@ MIN_WEIGHT = 0.02  # an entry that weighs less is forgotten
 class _Entry:
     """The relative time of steps with about as many rows."""
 
-    __slots__ = ("last_step", "log_time", "rows", "same_way", "weight")
+    __slots__ = ("last_step", "log_time", "rows", "weight")
 
     def __init__(self, rows: float, log_time: float, step: int) -> None:
         self.rows = rows  # mean of those observed
         self.log_time = log_time  # logarithm of seconds, less the common level
         self.weight = FIRST_WEIGHT
         self.last_step = step
-        self.same_way = 0  # surprises in a row that were cut, counted down if they were negative
-
-    def limited(self, surprise: float, most: float) -> float:
-        """A surprise, cut; less and less while one after the other must be cut on the same side."""
-        limit = most * 2.0 ** min(abs(self.same_way), MOST_DOUBLINGS) if surprise * self.same_way > 0 else most
-        if abs(surprise) <= limit:
-            self.same_way = 0
-        elif surprise > 0:
-            self.same_way = max(self.same_way, 0) + 1
-        else:
-            self.same_way = min(self.same_way, 0) - 1
-        return _within(surprise, limit)
 
     def weight_at(self, step: int) -> float:
         return self.weight * math.pow(0.5, (step - self.last_step) / HALF_LIFE_STEPS)
@@ -127,7 +115,8 @@ class StepCost:
         if entry is not None:
             self._compare(entry, bucket, residual, rows)
         else:
-            surprise = _within(residual - self._level, FIRST_SURPRISE) if self._entries else 0.0
+            most = FIRST_SURPRISE + CALM_SURPRISE * _calm(self._spread())
+            surprise = _within(residual - self._level, most) if self._entries else 0.0
             self._entries[bucket] = _Entry(rows, expected + surprise, self._step)
         self._recent.append((bucket, residual))
         self._level = median_low([value for _, value in self._recent])
@@ -141,15 +130,19 @@ class StepCost:
         means = _pooled([_smoothed(rows, points) for rows, _, _ in points], [weight for _, _, weight in points])
         return RowTimes([rows for rows, _, _ in points], [math.exp(mean) for mean in means])
 
+    def _spread(self) -> float:
+        """How much the recent steps differed from what was expected of them: half of them by less."""
+        return median_low([abs(value - self._level) for _, value in self._recent]) if self._recent else 0.0
+
     def _compare(self, entry: _Entry, bucket: int, residual: float, rows: int) -> None:
         """Learn how an entry's time stands to those of the recent steps with other rows, as far as all of them agree."""
         others = [value for other, value in self._recent if other != bucket]
         if not others:
             return
-        spread = median_low([abs(value - self._level) for _, value in self._recent])
-        trust = len(others) / len(self._recent) / (1.0 + (spread / CALM) ** 2)
+        spread = self._spread()
+        trust = len(others) / len(self._recent) * _calm(spread)
         weight = entry.weight_at(self._step)
-        surprise = entry.limited(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
+        surprise = _within(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
         share = trust / (weight + trust)
         entry.log_time += share * surprise
         entry.rows += share * (rows - entry.rows)
@@ -190,6 +183,11 @@ def _pooled(values: list[float], weights: list[float]) -> list[float]:
             weight, count = weight + other_weight, count + other_count
         pools.append((weight, mean, count))
     return [mean for _, mean, count in pools for _ in range(count)]
+
+
+def _calm(spread: float) -> float:
+    """How much a comparison counts."""
+    return 1.0 / (1.0 + (spread / CALM) ** 2)
 
 
 def _within(value: float, most: float) -> float:
