@@ -168,6 +168,7 @@ class AdaptivePolicy:
         self._worth: list[Detour] = []  # at the last decision
         self._row_times: RowTimes | None = None  # at the last decision
         self._steps = 0  # observed
+        self._idle_steps = 0  # since somebody drafted, not forgiven yet
         self._decided_at = 0
         self._pause = settings.decide_every
 
@@ -196,11 +197,16 @@ class AdaptivePolicy:
         if not record.verified:
             return
         self._steps += 1
+        is_plain = True
         for outcome in record.verified:
-            self._observe_request(outcome)
-        if not any(outcome.asked for outcome in record.verified):
-            self._forgive()
-        self._detours.observe(self._steps, is_plain=not any(outcome.proposed for outcome in record.verified))
+            if outcome.asked:
+                self._forgive()
+                self._observe_request(outcome)
+                is_plain &= not outcome.proposed
+            elif outcome.number == self._probes.request:
+                self._probes.observe(outcome, self._steps)
+        self._idle_steps += not any(outcome.asked for outcome in record.verified)
+        self._detours.observe(self._steps, is_plain=is_plain)
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
             if record.draft_s is not None and not self._step_cost.is_empty:
@@ -242,15 +248,19 @@ class AdaptivePolicy:
         self._probes.observe(outcome, self._steps)
 
     def _forgive(self) -> None:
-        """Nobody drafts: what speaks against it grows old and is not renewed."""
+        """Nobody drafted in the last steps: what speaks against it has grown old and was not renewed."""
+        steps, self._idle_steps = self._idle_steps, 0
+        if not steps:
+            return
         for habits in self._habits.values():
-            habits.accepted.fade(self._settings.request_fade)
-        self._shared.accepted.fade(self._settings.shared_fade)
-        self._usual.fade(self._settings.usual_fade)
+            habits.accepted.fade(self._settings.request_fade**steps)
+        self._shared.accepted.fade(self._settings.shared_fade**steps)
+        self._usual.fade(self._settings.usual_fade**steps)
 
     def _decide(self, candidates: Sequence[Candidate]) -> None:
         """Choose lengths; one that was chosen before changes only if that makes its request faster by `gain`."""
         settings = self._settings
+        self._forgive()
         self._decided_at = self._steps
         times = self._row_times = self._step_cost.table()
         search = DraftSearch(self._prospects(candidates), times, self._draft_cost.times())

@@ -39,7 +39,7 @@ class Probes:
         self._settings = settings
         self._pause = settings.probe_after
         self._due_at = settings.probe_after
-        self._request: int | None = None  # being probed
+        self.request: int | None = None  # being probed
         self._steps_left = 0
         self._began_at = 0
         self._awaits_verdict: int | None = None
@@ -47,18 +47,18 @@ class Probes:
 
     def choose(self, idle: Sequence[int], step: int) -> int | None:
         """The request to probe in the next step, of those that get no drafts."""
-        if self._request is not None and self._request not in idle:
+        if self.request is not None and self.request not in idle:
             self._finish(step)
-        if self._request is None and idle and step >= self._due_at:
-            self._request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
-            self._probed[self._request] = step
+        if self.request is None and idle and step >= self._due_at:
+            self.request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
+            self._probed[self.request] = step
             self._steps_left = self._settings.probe_steps
             self._began_at = step
-        return self._request
+        return self.request
 
     def observe(self, outcome: Verified, step: int) -> None:
         """A step of a request is over."""
-        if outcome.number != self._request:
+        if outcome.number != self.request:
             return
         self._steps_left -= outcome.proposed > 0
         if self._steps_left <= 0 or step >= self._began_at + self._settings.probe_patience:
@@ -75,15 +75,15 @@ class Probes:
     def forget(self, number: int) -> None:
         """The request ended; a probe of it ends too, without a verdict, and the next one waits as long as this one did."""
         self._probed.pop(number, None)
-        if number == self._request:
-            self._request = None
+        if number == self.request:
+            self.request = None
             self._due_at = self._began_at + self._pause
         if number == self._awaits_verdict:
             self._awaits_verdict = None
 
     def _finish(self, step: int) -> None:
         """Pause; longer than the last time unless the verdict says otherwise."""
-        self._awaits_verdict, self._request = self._request, None
+        self._awaits_verdict, self.request = self.request, None
         self._pause = min(2 * self._pause, self._settings.probe_after_at_most)
         self._due_at = step + self._pause
 
