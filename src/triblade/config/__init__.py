@@ -11,8 +11,20 @@ from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
 from triblade.config.mapping import from_mapping, from_toml, to_flags
+from triblade.config.plan import (
+    Figure,
+    Goals,
+    Label,
+    Plan,
+    PlanConfig,
+    QualityFloor,
+    ServingEngine,
+    WeightPlan,
+    Workload,
+)
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
+from triblade.config.toml_file import parse_toml, read_toml, to_toml
 from triblade.config.worker import WorkerConfig
 
 __all__ = [
@@ -22,18 +34,30 @@ __all__ = [
     "ConvertConfig",
     "DType",
     "EngineConfig",
+    "Figure",
+    "Goals",
     "KVCalibrateConfig",
+    "Label",
     "LogLevel",
+    "Plan",
+    "PlanConfig",
+    "QualityFloor",
     "ServerConfig",
+    "ServingEngine",
     "TopologyConfig",
     "TransferConfig",
+    "WeightPlan",
     "WorkerConfig",
+    "Workload",
     "cache_dir",
     "client_api_key",
     "forced_isa",
     "from_mapping",
     "from_toml",
     "offline",
+    "parse_toml",
+    "read_toml",
     "to_flags",
+    "to_toml",
     "with_environment",
 ]

@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from triblade.config import EngineConfig
 from triblade.errors import ConfigError, MemoryBudgetError
 from triblade.kv.layout import KVLayout
 from triblade.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 # Without an explicit size a cache in main memory holds this many full contexts: enough for several users and their prefixes without
 # taking a machine's whole memory for a small model. On a GPU it holds one for every request that may run.
@@ -155,6 +157,8 @@ def explained(doing: str, device: torch.device, hint: str) -> Iterator[None]:
     Raises:
         MemoryBudgetError: it did while `doing`.
     """
+    import torch  # here, so that plans are made without it
+
     try:
         yield
     except torch.OutOfMemoryError as error:
