@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from triblade.errors import CheckpointError, ConfigError, UnsupportedError
+from triblade.quant.bits import bits_per_weight
 
 BITS = (2, 3, 4, 8)
-SCALE_BITS = 16  # of a scale; files of other tools may have float32
 SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -86,8 +86,7 @@ class QuantScheme:
 
     def bits_per_weight(self, inputs: int) -> float:
         """Average over a row of `inputs`, scales and zero points included."""
-        per_group = SCALE_BITS + (0 if self.symmetric else self.bits)
-        return self.bits + per_group / self.group(inputs)
+        return bits_per_weight(self.bits, self.group(inputs), symmetric=self.symmetric)
 
     def __str__(self) -> str:
         """`W4 g64 asym`, as reports and log lines call it."""
