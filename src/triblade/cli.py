@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.commands import inference, making, measuring  # noqa: F401 - registers the commands
+from triblade.commands import inference, making, measuring, planning  # noqa: F401 - registers the commands
 from triblade.commands.frame import BAD_OPTIONS, BROKEN_PIPE, INTERRUPTED, app
 from triblade.conversation import print_error
 from triblade.errors import TribladeError
 
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench"), "--model"),
+    **dict.fromkeys(("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan"), "--model"),
     "align": "--target",
 }
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        flags = _name_the_model(arguments)
+        flags = planning.with_plan(_name_the_model(arguments))
         exit_code: int | None = app(flags, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except TribladeError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -21,6 +23,8 @@ from triblade.commands.frame import (
 )
 from triblade.config import ServerConfig, TopologyConfig, TransferConfig, WorkerConfig, with_environment
 from triblade.conversation import converse, messages, stream, write
+
+log = logging.getLogger(__name__)
 
 
 @app.command
@@ -92,12 +96,19 @@ def serve(
     server: Annotated[ServerConfig, Parameter(name="*", group=SERVER_GROUP)] = ServerConfig(),  # noqa: B008 - frozen
     topology: Annotated[TopologyConfig, Parameter(name="*", group=TOPOLOGY_GROUP)] = TopologyConfig(),  # noqa: B008
     transfer: TransferFlags = TransferConfig(),  # noqa: B008
+    plan: Path | None = None,
 ) -> int:
-    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
+    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
+
+    Args:
+        plan: File made by `triblade plan`, whose options count where none is given here; then MODEL may be left out.
+    """
     from triblade.serve.run import serve as run_server
     from triblade.serve.run import start_engine
 
     console.setup_logging(server.log_level)
+    if plan is not None:  # its options are among the flags already, see `planning.with_plan`
+        log.info("serving by the plan %s", plan)
     return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer))
 
 

@@ -100,6 +100,7 @@ class Plan:
     hardware: str
     devices: int = 1
     serving_engine: ServingEngine = "triblade"
+    tensor_parallel: int = 1  # devices that share the model; above 1 only with another engine
     decode: EngineConfig
     prefill: EngineConfig | None = None
     topology: TopologyConfig = TopologyConfig()  # noqa: RUF009 - frozen

@@ -72,7 +72,10 @@ def _is_table_array(value: object) -> bool:
 def _literal(value: object) -> str:
     """A plain value. JSON's strings are TOML's basic strings but for the delete character, which JSON does not escape."""
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        items = list(map(_literal, value))
+        if any(isinstance(item, str) for item in value):  # sentences: a line for each
+            return "".join(["[", *(f"\n  {item}," for item in items), "\n]"])
+        return f"[{', '.join(items)}]"
     if isinstance(value, bool | int | float):
         return str(value).lower()
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

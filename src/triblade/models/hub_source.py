@@ -47,6 +47,19 @@ def fetch_repository_file(repository: str, file: str, revision: str | None) -> P
     return path
 
 
+def fetch_configuration(repository: str) -> Path:
+    """A folder with config.json of a repository, whatever else it has.
+
+    Raises:
+        ModelNotFoundError: there is no such repository, it has none, or it cannot be reached.
+    """
+    folder = _fetch(repository, None, ("config.json",))
+    if not (folder / "config.json").is_file():
+        hint = f"if it has GGUF files, name one: {repository}:FILE.gguf"
+        raise ModelNotFoundError(f"the repository {repository} has no config.json", hint=hint, param="model")
+    return folder
+
+
 def _fetch(repository: str, revision: str | None, wanted: Sequence[str]) -> Path:
     """Download the files that match, and translate the client's errors, which share no base class."""
     from huggingface_hub import snapshot_download

@@ -50,6 +50,12 @@ def resolve(name: str, *, revision: str | None = None) -> Path:
     return fetch_repository(match[1], revision)
 
 
+def is_repository(name: str) -> bool:
+    """Whether `name` is a whole Hugging Face repository, and nothing that exists here."""
+    match = _HUB_NAME.fullmatch(ALIASES.get(name, name))
+    return match is not None and match[2] is None and not match[1].startswith(".") and not Path(name).exists()
+
+
 def _local(path: Path) -> Path:
     """A GGUF file, a folder, or the only GGUF file in a folder that holds no other weights."""
     if path.is_file():
