@@ -11,8 +11,9 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -100,12 +101,13 @@ def _gpu() -> Hardware:
 
 def _bandwidth(cores: int) -> float:
     """Bytes per second that all cores read together, each a part of its own."""
-    parts = torch.ones(cores, BYTES // 4 // cores)
-    return BYTES * _runs_per_s(cores, lambda core: parts[core].sum())
+    parts = torch.ones(cores, BYTES // 8 // cores, dtype=torch.int64)
+    with _torch_threads(1):
+        return BYTES * _runs_per_s(cores, lambda core: parts[core].max())
 
 
 def _int8_rate(cores: int) -> float:
-    """Operations per second of the native int8 product with 4-bit weights; 0: there are no native kernels."""
+    """Operations per second of the native int8 product with 4-bit weights: one core's, times cores; 0: no native kernels."""
     native = native_module()
     if native is None:
         return 0.0
@@ -114,23 +116,29 @@ def _int8_rate(cores: int) -> float:
         codes=codes, scales=torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16), offsets=None, bits=4, bias=None
     )
     packed = pack_quantized(matrix)
-    products = [_Product(native, packed) for _ in range(cores)]
-    return 2.0 * cores * ROWS * WIDTH * WIDTH * _runs_per_s(cores, lambda core: products[core].run())
+    product = _Product(native, packed)
+    return 2.0 * cores * ROWS * WIDTH * WIDTH * _runs_per_s(1, lambda _: product.run())
 
 
 def _float16_rate(cores: int) -> float:
     """The same of torch's bfloat16 product."""
     left, right = torch.ones(ROWS * 8, WIDTH, dtype=torch.bfloat16), torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(cores)
-    try:
+    with _torch_threads(cores):
         return 2.0 * len(left) * WIDTH * WIDTH * _runs_per_s(1, lambda _: left @ right)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
 
 
 class _Product:
-    """One thread's product: rows of 8-bit inputs times a packed matrix."""
+    """A product: rows of 8-bit inputs times a packed matrix."""
 
     def __init__(self, native: object, packed: PackedMatrix) -> None:
         self._keep: list[Tensor] = [
@@ -147,6 +155,7 @@ class _Product:
         self._kernels = native.kernels(native.isa(""))  # type: ignore[attr-defined]
 
     def run(self) -> None:
+        """Once, on this thread."""
         blocks = -(-self._packed.num_rows // 16)
         self._kernels.linear(self._matrix, self._inputs, ROWS, 0, (0, blocks), self._out.data_ptr(), WIDTH)
 

@@ -1,0 +1,308 @@
+"""Plans: the TOML round trip, the cost model's monotony, the decision tables, gates, bills, and what is chosen where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triblade.commands.planning import with_plan
+from triblade.config import Figure, Plan, PlanConfig, WeightPlan, Workload, parse_toml, to_toml
+from triblade.config.engine import EngineConfig
+from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
+from triblade.models.config import model_config
+from triblade.tune.bill import HOURS_PER_MONTH, break_even_months, machines, monthly_bill, per_million_tokens
+from triblade.tune.cost import StepCost, Weights
+from triblade.tune.hardware import Hardware, find_hardware, hardware_names, kernels_of
+from triblade.tune.make_plan import commands, make_plan
+from triblade.tune.plan_report import as_json, describe
+from triblade.tune.planner import Decision, decide
+from triblade.tune.rules import advice, fitting_rules, workload_of
+from triblade.tune.serving import Candidate, expected_tokens, wire_codec
+from triblade.tune.shape import ModelShape
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+EIGHT = ModelShape(name="org/llama-8b", config=model_config(LLAMA_8B))
+LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+SEVENTY = ModelShape(name="org/llama-70b", config=model_config({**LLAMA_70B, "num_attention_heads": 64}))
+H200 = find_hardware("h200")
+INT4 = Weights(scheme="int4", bits=4)
+BF16 = Weights(scheme="bf16", bits=16)
+
+
+def chosen(hardware: str | Hardware, shape: ModelShape = EIGHT, **options: Any) -> Decision:
+    where = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    return decide(PlanConfig(model=shape.name, **options), shape, where)
+
+
+def cost(hardware: Hardware = H200, weights: Weights = BF16, kv: str = "bfloat16") -> StepCost:
+    return StepCost(EIGHT.config, hardware, kernels_of(hardware), weights, kv)
+
+
+def plan_of(hardware: str, **options: Any) -> Plan:
+    config = PlanConfig(model=EIGHT.name, hardware=hardware, **options)
+    return make_plan(decide(config, EIGHT, find_hardware(hardware)), config)
+
+
+def test_a_plan_survives_its_file() -> None:
+    for made in (plan_of("h200"), plan_of("h200", devices=2, workload="document", concurrency=64.0)):
+        assert parse_toml(Plan, to_toml(made)) == made
+
+
+def test_text_in_a_plan_file_is_escaped() -> None:
+    odd = 'a "quote", a \\, a line\nand \x7f'
+    made = replace(plan_of("h200"), reasons=(odd, ""))
+    assert parse_toml(Plan, to_toml(made)).reasons == (odd, "")
+
+
+def test_an_unknown_key_names_the_nearest_one() -> None:
+    text = to_toml(plan_of("h200")).replace("max_num_seqs", "max_num_seq")
+    with pytest.raises(ConfigError, match="max_num_seq") as caught:
+        parse_toml(Plan, text)
+    assert caught.value.hint is not None
+    assert "'max_num_seqs'" in caught.value.hint
+
+
+def test_paths_in_a_plan_file_are_paths() -> None:
+    made = plan_of("h200")
+    made = replace(made, decode=replace(made.decode, chat_template=Path("t.jinja")))
+    assert parse_toml(Plan, to_toml(made)).decode.chat_template == Path("t.jinja")
+
+
+@pytest.mark.parametrize("field", ["concurrency", "request_rate", "price_per_hour", "ttft_ms"])
+def test_numbers_must_be_positive(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        config = PlanConfig(model="m", **{field: 0})
+        workload_of(config)
+        _ = config.goals
+
+
+def test_every_data_sheet_reads_and_names_its_source() -> None:
+    assert {"t4", "a10", "l4", "rtx4090", "a100-40gb", "a100-80gb", "h100", "h200", "b200"} <= set(hardware_names())
+    for name in hardware_names():
+        sheet = find_hardware(name)
+        assert sheet.source
+        assert sheet.int8 >= sheet.float16 > 0
+
+
+def test_an_unknown_name_of_hardware_has_a_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_hardware("h20")
+    assert "'h200'" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", hardware_names())
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_more_bandwidth_or_rate_is_never_slower(name: str, batch: int) -> None:
+    sheet = find_hardware(name)
+    for better in (
+        replace(sheet, bandwidth_gb_s=2 * sheet.bandwidth_gb_s),
+        replace(sheet, float16=2 * sheet.float16),
+        replace(sheet, int8=2 * sheet.int8),
+    ):
+        for weights in (BF16, INT4):
+            slow, fast = cost(sheet, weights), cost(better, weights)
+            assert fast.decode_s(batch, 1024) <= slow.decode_s(batch, 1024)
+            assert fast.prefill_s(1000, 0, 512) <= slow.prefill_s(1000, 0, 512)
+
+
+def test_more_bits_never_take_less_memory() -> None:
+    sizes = [cost(weights=Weights(scheme="x", bits=bits)).weight_bytes for bits in (3, 4, 8, 16)]
+    assert sizes == sorted(sizes)
+    assert cost(kv="int8").kv_token_bytes < 0.52 * cost().kv_token_bytes
+
+
+def test_bytes_by_hand() -> None:
+    """8.03e9 parameters of 16 bits; 4 bits and a scale of 16 for 64 in the layers, embedding and head dense on a GPU."""
+    assert cost().weight_bytes == 2 * (cost().body_parameters + 2 * 128256 * 4096)
+    assert cost(weights=INT4).body_bytes == cost().body_parameters * 4.25 / 8
+    assert cost().kv_token_bytes == 2 * 32 * 8 * 128 * 2
+
+
+def test_more_of_anything_takes_longer() -> None:
+    one = cost(weights=INT4)
+    for few, many in ((1, 2), (8, 16), (64, 128)):
+        assert one.decode_s(few, 1024) < one.decode_s(many, 1024)
+        assert one.decode_s(few, 1024) < one.decode_s(few, 2048)
+        assert one.decode_s(few, 1024) < one.decode_s(few, 1024, rows_each=4)
+        assert one.prefill_s(512 * few, 0, 2048) < one.prefill_s(512 * many, 0, 2048)
+
+
+def test_tokens_of_a_step_by_hand() -> None:
+    """eagle, chat: 0.55 of each guess, two of them: 1 + 0.55 + 0.3025 tokens for three rows."""
+    workload = Workload(name="chat", prompt_tokens=100, output_tokens=100, concurrency=1)
+    tokens, rows, drafting = expected_tokens(Candidate(weights=BF16, drafter="eagle", draft_length=2), workload)
+    assert tokens == pytest.approx(1.8525)
+    assert (rows, drafting) == (3, pytest.approx(0.16))
+    assert expected_tokens(Candidate(weights=BF16), workload) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options", "wanted"),
+    [
+        ("cpu-edge", {}, {"bits": 4, "placement": "one", "split": "30:70"}),
+        ("rtx4090", {"devices": 2}, {"bits": 4, "speculate": True, "draft_length": 4, "placement": "two"}),
+        ("a100-40gb", {"devices": 2}, {"bits": 4, "speculate": True, "draft_length": 4, "placement": "two"}),
+        ("h100", {"devices": 8}, {"bits": 4, "speculate": True, "placement": "two"}),
+        ("h100", {"workload": "short"}, {"bits": 4, "speculate": False, "placement": "one", "split": "30:70"}),
+        ("h100", {"workload": "long-output"}, {"bits": 4, "speculate": True, "draft_length": 6}),
+        ("h100", {"max_ppl_increase": 0.01}, {"bits": 8, "placement": "one", "split": "50:50"}),
+        ("cpu-edge", {"max_ppl_increase": 0.25}, {"bits": 3, "placement": "one", "split": "20:80"}),
+        ("h100", {}, {}),
+    ],
+)
+def test_the_decision_tables_say_what_their_rows_say(hardware: str, options: Any, wanted: Any) -> None:
+    """Rows J3 and J4 of the requirements."""
+    config = PlanConfig(model="m", **options)
+    rules = fitting_rules(find_hardware(hardware), config.devices, workload_of(config), config.max_ppl_increase)
+    assert advice(rules) == wanted
+    assert all(rule.source for rule in rules)
+
+
+def test_one_long_answer_is_speculated_and_a_full_device_is_not() -> None:
+    alone = chosen("h200", workload="long-output", concurrency=1.0).chosen.candidate
+    assert alone.drafter is not None
+    full = chosen("h200", workload="random", concurrency=128.0).chosen.candidate
+    assert full.drafter is None
+
+
+def test_a_card_of_8_gb_gets_4_bits() -> None:
+    small = replace(find_hardware("h200"), memory_gb=8.5)
+    assert chosen(small, concurrency=1.0).chosen.candidate.weights.bits == 4
+    rejected = chosen(small, concurrency=1.0).rejected
+    assert {one.candidate.weights.scheme for one in rejected if one.gate == "memory"} >= {"bf16", "int8"}
+
+
+def test_precision_first_keeps_8_bits() -> None:
+    decision = chosen("h200", max_ppl_increase=0.01, concurrency=1.0)
+    assert decision.chosen.candidate.weights.bits == 8
+    assert {one.candidate.weights.scheme for one in decision.rejected if one.gate == "quality"} == {"int4", "int3"}
+
+
+def test_other_gpus_are_planned_for_another_engine() -> None:
+    config = PlanConfig(model=EIGHT.name, hardware="l4")
+    decision = decide(config, EIGHT, find_hardware("l4"))
+    made = make_plan(decision, config)
+    assert made.serving_engine == "vllm"
+    assert any("8.9" in one.reason for one in decision.rejected if one.gate == "hardware")
+    assert commands(made, config)[-1].startswith("vllm serve")
+
+
+def test_a_model_for_several_devices_is_split_over_them() -> None:
+    config = PlanConfig(model=SEVENTY.name, hardware="a100-80gb", devices=4)
+    made = make_plan(decide(config, SEVENTY, find_hardware("a100-80gb")), config)
+    assert made.tensor_parallel == 4
+    assert "--tensor-parallel-size 4" in commands(made, config)[-1]
+
+
+def test_what_cannot_be_is_refused_with_the_gates() -> None:
+    with pytest.raises(ConfigError, match=r"goals.*TTFT \d+ ms, wanted 0.001 ms") as caught:
+        chosen("h200", ttft_ms=0.001)
+    assert caught.value.hint
+    with pytest.raises(ConfigError, match="rate"):
+        chosen("h200", request_rate=1e6)
+    with pytest.raises(ConfigError, match="memory"):
+        chosen("cpu-edge", SEVENTY)
+
+
+def test_goals_are_kept() -> None:
+    decision = chosen("h200", concurrency=4.0, tpot_ms=3.0)
+    assert all(one.outcome.tpot_s <= 0.003 for one in decision.ranked)
+
+
+def test_a_rate_becomes_requests_in_flight() -> None:
+    """Little: as many as the rate times the time that one takes."""
+    outcome = chosen("h200", request_rate=5.0).chosen.outcome
+    assert outcome.in_flight == pytest.approx(5 * outcome.e2el_s, rel=0.05)
+    assert outcome.requests_per_s == 5
+
+
+def test_the_wire_codec_is_a_break_even() -> None:
+    """Encoding 0.6 GB/s to 0.51 of the size pays below 0.294 GB/s."""
+    assert wire_codec(0.29e9) == "int8"
+    assert wire_codec(0.30e9) == "raw"
+
+
+def test_bills_by_hand() -> None:
+    assert per_million_tokens(3.6, 1000.0) == pytest.approx(1.0)
+    assert machines(7.0, 10.0) == 1
+    assert machines(7.1, 10.0) == 2
+    month_s = HOURS_PER_MONTH * 3600
+    assert monthly_bill(14 * month_s, 10.0, 2.0) == pytest.approx(2 * 2.0 * HOURS_PER_MONTH)
+    assert break_even_months(1000.0, 700.0, 200.0) == pytest.approx(2.0)
+    assert break_even_months(1000.0, 200.0, 200.0) is None
+
+
+def test_bills_need_a_price() -> None:
+    with pytest.raises(ConfigError, match="price"):
+        PlanConfig(model="m", requests_per_month=1e6)
+
+
+def test_the_report_says_everything() -> None:
+    config = PlanConfig(
+        model=EIGHT.name, hardware="h200", workload="short", price_per_hour=3.0, requests_per_month=1e9, one_time_cost=10.0
+    )
+    decision = decide(config, EIGHT, H200)
+    made = make_plan(decision, config)
+    text, data = describe(decision, made, config), as_json(decision, made, config)
+    for part in (H200.source, "none of the three", "rule many-short", "runner-up", "quality: ", "USD", "triblade serve --plan"):
+        assert part in text
+    assert len(data["rejected"]) == len(decision.rejected)
+    assert {figure["label"] for figure in data["prediction"].values()} == {"rule", "predicted"}
+
+
+def test_what_is_quantized_already_stays() -> None:
+    decision = decide(PlanConfig(model="m.gguf"), replace(EIGHT, stored_bits=4), H200)
+    assert {one.candidate.weights.scheme for one in decision.ranked} == {"stored"}
+    assert make_plan(decision, PlanConfig(model="m.gguf")).weights.convert == ""
+
+
+def write(path: Path, **fields: Any) -> Path:
+    made = Plan(
+        hardware="h200",
+        decode=EngineConfig(model="m", drafter="suffix", max_num_seqs=7),
+        weights=WeightPlan(scheme="bf16"),
+        workload=Workload(name="chat", prompt_tokens=1, output_tokens=1, concurrency=1),
+        prediction=(Figure(name="ttft", value=1.0, unit="ms", label="predicted"),),
+    )
+    path.write_text(to_toml(replace(made, **fields)), encoding="utf-8")
+    return path
+
+
+def test_options_of_a_plan_are_flags_and_those_of_the_user_win(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "plan.toml"))
+    assert with_plan(["serve", "--plan", file]) == [
+        "serve", "--model=m", "--max-num-seqs=7", "--drafter=suffix", "--plan", file,
+    ]  # fmt: skip
+    user = ["serve", "--model", "other", f"--plan={file}", "--max_num_seqs", "3"]
+    assert with_plan(user) == ["serve", "--drafter=suffix", *user[1:]]
+    assert with_plan(["serve", "--model", "m"]) == ["serve", "--model", "m"]
+
+
+def test_a_plan_that_cannot_be_served_says_why(tmp_path: Path) -> None:
+    file = write(tmp_path / "plan.toml", weights=WeightPlan(scheme="int4", convert="triblade convert m --output m"))
+    with pytest.raises(ModelNotFoundError) as caught:
+        with_plan(["serve", "--plan", str(file)])
+    assert caught.value.hint == "make it: triblade convert m --output m"
+    with pytest.raises(UnsupportedError, match="vllm"):
+        with_plan(["serve", f"--plan={write(tmp_path / 'other.toml', serving_engine='vllm')}"])
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        with_plan(["serve", "--plan", str(tmp_path / "none.toml")])
+
+
+def test_a_figure_that_is_not_there_is_named() -> None:
+    made = plan_of("h200")
+    assert made.figure("ttft") > 0
+    with pytest.raises(ConfigError, match="predicts no tftf"):
+        made.figure("tftf")
