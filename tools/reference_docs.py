@@ -25,6 +25,7 @@ from triblade.config import (
     ConvertConfig,
     EngineConfig,
     KVCalibrateConfig,
+    PlanConfig,
     ServerConfig,
     TopologyConfig,
     TransferConfig,
@@ -40,6 +41,7 @@ GROUPS |= {
     "WorkerConfig": "worker",
     "TransferFlags": "transfer",
     "BenchConfig": "load test",
+    "PlanConfig": "plan",
 }
 INTRODUCTION = """\
 # Command line
@@ -147,6 +149,7 @@ def page() -> str:
     parts += option_table("Workers options", TopologyConfig)
     parts += option_table("Worker options", WorkerConfig)
     parts += option_table("Transfer options", TransferConfig)
+    parts += option_table("Plan options", PlanConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

@@ -75,10 +75,9 @@ def judge(candidate: Candidate, task: Task) -> Judged | Rejection:
         reason = f"no room for the KV of one request beside {_gb(memory.weight_bytes)} of weights"
         return Rejection(candidate=candidate, gate="memory", reason=reason)
     outcome = predict(candidate, cost, task.site, task.workload, most * num_decoders(candidate, task.site.devices))
-    if outcome is None:
-        return Rejection(
-            candidate=candidate, gate="rate", reason=f"{task.workload.request_rate:g} requests/s are more than it can do"
-        )
+    if isinstance(outcome, float):
+        reason = f"{task.workload.request_rate:g} requests/s, {outcome:.3g} at most"
+        return Rejection(candidate=candidate, gate="rate", reason=reason)
     if (late := _goals(outcome, task.goals)) is not None:
         return Rejection(candidate=candidate, gate="goals", reason=late)
     return Judged(candidate=candidate, outcome=outcome, memory=memory, cost=cost)
@@ -156,8 +155,8 @@ def quality_loss(candidate: Candidate) -> float:
 
 def _hardware(candidate: Candidate, task: Task) -> str | None:
     if task.engine != "triblade":
-        unknown = candidate.placement != "together" or candidate.drafter == "eagle"
-        return "not part of a plan for another engine" if unknown else None
+        own = candidate.placement != "together" or candidate.drafter == "eagle" or candidate.kv_dtype == "int8"
+        return "not planned for another engine: workers, eagle heads and int8 KV are this one's" if own else None
     if candidate.tensor_parallel > 1:
         return "one engine runs on one device"
     return task.site.hardware.why_not_own_kernels

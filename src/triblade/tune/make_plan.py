@@ -5,6 +5,7 @@ Names of things that the commands make follow from the model's name: NAME-int4 i
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -126,10 +127,20 @@ def commands(plan: Plan, config: PlanConfig) -> list[str]:
         words = ["vllm", "serve", plan.decode.model, "--max-model-len", str(plan.decode.max_model_len)]
         words += ["--max-num-seqs", str(plan.decode.max_num_seqs)]
         words += ["--tensor-parallel-size", str(plan.tensor_parallel)] if plan.tensor_parallel > 1 else []
-        return [*found, shlex.join(words)]
+        return [*found, shlex.join([*words, *_vllm_drafts(plan.decode)])]
     if plan.decode.drafter == "eagle" and plan.decode.draft_model is not None:
         found.append(shlex.join(["triblade", "align", plan.decode.model, "--output", plan.decode.draft_model]))
     return [*found, shlex.join(["triblade", "serve", "--plan", str(config.output or Path("plan.toml"))])]
+
+
+def _vllm_drafts(engine: EngineConfig) -> list[str]:
+    """Speculation in vLLM's words."""
+    if engine.drafter is None:
+        return []
+    config: dict[str, object] = {"method": "suffix" if engine.drafter == "suffix" else "draft_model", "model": engine.draft_model}
+    config["num_speculative_tokens"] = engine.num_speculative_tokens
+    said = {name: value for name, value in config.items() if value is not None}
+    return ["--speculative-config", json.dumps(said)]
 
 
 def figures(decision: Decision) -> Iterator[Figure]:

@@ -90,8 +90,8 @@ def expected_tokens(candidate: Candidate, workload: Workload) -> tuple[float, fl
 
 def predict(
     candidate: Candidate, cost: StepCost, site: Site, workload: Workload, most_in_flight: float
-) -> Outcome | None:
-    """What users will see; None: the rate is more than it can do.
+) -> Outcome | float:
+    """What users will see; a number, where the rate is too much: the requests per second that it can do at most.
 
     Args:
         candidate: the combination.
@@ -107,7 +107,7 @@ def predict(
     if workload.request_rate is None:
         return replace(load.closed(workload.concurrency), capacity_requests_per_s=full)
     if workload.request_rate >= full * MOST_WAITING:
-        return None
+        return full * MOST_WAITING
     users = workload.request_rate * load.closed(1).e2el_s
     for _ in range(ITERATIONS):
         users = (users + workload.request_rate * load.closed(max(users, 1e-3)).e2el_s) / 2
