@@ -14,11 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from triblade.config import Workload
 from triblade.models.config import ModelConfig, model_config
 from triblade.tune.cost import StepCost, Weights
 from triblade.tune.hardware import Hardware, find_hardware, kernels_of
+from triblade.tune.serving import Candidate, expected_tokens
 
 RESULTS = Path(__file__).parent / "results"
+CHAT_CONTEXT = 164  # of a chat question in the middle of its answer, about
 GPU_CHUNK = 8192  # tokens per step in the GPU runs
 BITS = {"w4": 4, "bf16": 16}
 # Layers, hidden, feed-forward, heads, KV heads, head size, vocabulary, tied: as in benchmarks/gpu_models.py.
@@ -86,7 +89,9 @@ def cpu_rows() -> Iterator[Row]:
     median = {name: statistics.median(values) for name, values in found.items() if isinstance(values, list)}
     here = cpu(median)
     for codec, title in (("bfloat16", "triblade"), ("int8", "int8 KV")):
-        cost = StepCost(shape("smollm2-135m"), here, kernels_of(here), Weights(scheme="int4", bits=4, table_bits=8), codec)
+        cost = StepCost(
+            shape("smollm2-135m"), here, kernels_of(here), Weights(scheme="int4", bits=4, table_bits=8), codec
+        )
         for name, value in median.items():
             if name.startswith(f"{title} ms "):
                 batch, context = map(int, name.split()[-1].split("x"))
@@ -100,6 +105,23 @@ def cpu_rows() -> Iterator[Row]:
         yield Row(f"CPU {kv_name}, MiB", "memory", 16384 * cost.kv_token_bytes / 2**20, median[kv_name])
 
 
+def speculation_rows() -> Iterator[Row]:
+    """Decoding with four guesses of an eagle head on chat, in plain decoding of the same run; acceptance as in the tables."""
+    found: dict[str, list[float]] = json.loads((RESULTS / "cpu-native.json").read_text())["all"]
+    here = cpu({name: statistics.median(values) for name, values in found.items() if isinstance(values, list)})
+    cost = StepCost(
+        shape("smollm2-135m"), here, kernels_of(here), Weights(scheme="stored", bits=4, table_bits=8), "bfloat16"
+    )
+    chat = Workload(name="chat", prompt_tokens=100, output_tokens=128, concurrency=1)
+    tokens, rows, drafting = expected_tokens(Candidate(weights=cost.weights, drafter="eagle", draft_length=4), chat)
+    for run in json.loads((RESULTS / "speculation.json").read_text())["rows"]:
+        if (run["drafter"], run["workload"]) == ("eagle@4", "chat"):
+            plain_s = cost.decode_s(run["batch"], CHAT_CONTEXT)
+            step_s = cost.decode_s(run["batch"], CHAT_CONTEXT, rows) + drafting * plain_s
+            name = f"CPU eagle, 4 guesses, {run['batch']} requests, times plain"
+            yield Row(name, "CPU speculation", tokens * plain_s / step_s, run["ratio"]["decode"])
+
+
 def cpu(median: dict[str, float]) -> Hardware:
     """Two cores as the limit probe of that run saw them: 0.269 GOP a token."""
     operations = 2 * (shape("smollm2-135m").num_parameters) * median["limit int8_head 16"]
@@ -107,7 +129,7 @@ def cpu(median: dict[str, float]) -> Hardware:
         find_hardware("cpu-desktop"),
         cores=2,
         bandwidth_gb_s=median["limit bandwidth_gb_s"],
-        int8=operations / 1e12 * 1.07,  # the probe shares its time with reading weights
+        int8=operations / 1e12 * 1.2,  # the probe reads weights meanwhile; products in the caches are a fifth faster
         float16=operations / 2e12,
         label="measured",
     )
@@ -118,11 +140,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     output: Path | None = parser.parse_args().output
-    rows = [*gpu_rows(), *cpu_rows()]
+    rows = [*gpu_rows(), *cpu_rows(), *speculation_rows()]
     for row in rows:
         print(f"{row.what:58} {row.predicted:9.2f} {row.measured:9.2f} {row.error:+7.1%}")
     kinds = {kind: [abs(row.error) for row in rows if row.kind == kind] for kind in dict.fromkeys(r.kind for r in rows)}
-    medians = {kind: {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)} for kind, errors in kinds.items()}
+    medians = {
+        kind: {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
+        for kind, errors in kinds.items()
+    }
     for kind, numbers in medians.items():
         print(f"{kind}: median {numbers['median']:.1%}, worst {numbers['worst']:.1%} of {numbers['rows']}")
     if output is not None:

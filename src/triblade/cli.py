@@ -20,7 +20,9 @@ from triblade.conversation import print_error
 from triblade.errors import TribladeError
 
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
-    **dict.fromkeys(("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan"), "--model"),
+    **dict.fromkeys(
+        ("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan"), "--model"
+    ),
     "align": "--target",
 }
 

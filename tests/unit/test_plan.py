@@ -83,9 +83,13 @@ def test_paths_in_a_plan_file_are_paths() -> None:
 @pytest.mark.parametrize("field", ["concurrency", "request_rate", "price_per_hour", "ttft_ms"])
 def test_numbers_must_be_positive(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        config = PlanConfig(model="m", **{field: 0})
-        workload_of(config)
-        _ = config.goals
+        resolved(PlanConfig(model="m"), field)
+
+
+def resolved(config: PlanConfig, field: str) -> object:
+    """Everything that is made of a configuration in which a field is 0."""
+    broken = replace(config, **{field: 0})
+    return workload_of(broken), broken.goals
 
 
 def test_every_data_sheet_reads_and_names_its_source() -> None:
@@ -251,12 +255,25 @@ def test_bills_need_a_price() -> None:
 
 def test_the_report_says_everything() -> None:
     config = PlanConfig(
-        model=EIGHT.name, hardware="h200", workload="short", price_per_hour=3.0, requests_per_month=1e9, one_time_cost=10.0
+        model=EIGHT.name,
+        hardware="h200",
+        workload="short",
+        price_per_hour=3.0,
+        requests_per_month=1e9,
+        one_time_cost=10.0,
     )
     decision = decide(config, EIGHT, H200)
     made = make_plan(decision, config)
     text, data = describe(decision, made, config), as_json(decision, made, config)
-    for part in (H200.source, "none of the three", "rule many-short", "runner-up", "quality: ", "USD", "triblade serve --plan"):
+    for part in (
+        H200.source,
+        "none of the three",
+        "rule many-short",
+        "runner-up",
+        "quality: ",
+        "USD",
+        "triblade serve --plan",
+    ):
         assert part in text
     assert len(data["rejected"]) == len(decision.rejected)
     assert {figure["label"] for figure in data["prediction"].values()} == {"rule", "predicted"}

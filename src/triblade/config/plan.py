@@ -107,8 +107,8 @@ class Plan:
     transfer: TransferConfig = TransferConfig()  # noqa: RUF009 - frozen
     weights: WeightPlan
     workload: Workload
-    goals: Goals = Goals()  # noqa: RUF009 - frozen
-    quality: QualityFloor = QualityFloor()  # noqa: RUF009 - frozen
+    goals: Goals = Goals()
+    quality: QualityFloor = QualityFloor()
     prediction: tuple[Figure, ...] = ()
     reasons: tuple[str, ...] = ()
 

@@ -22,7 +22,9 @@ def candidates(shape: ModelShape, hardware: Hardware, devices: int, draft_model:
     """Every combination, the plainest first."""
     drafts: list[tuple[str | None, int]] = [(None, 0)]
     drafts += [(name, length) for name in drafters(shape, draft_model) for length in DRAFT_LENGTHS]
-    axes = product(weights(shape, hardware), ("bfloat16", "int8"), drafts, placements(devices), tensor_parallels(devices))
+    axes = product(
+        weights(shape, hardware), ("bfloat16", "int8"), drafts, placements(devices), tensor_parallels(devices)
+    )
     for stored, kv_dtype, (drafter, length), place, parallel in axes:
         if parallel == 1 or place["placement"] == "together":
             yield Candidate(

@@ -96,12 +96,13 @@ class StepCost:
     def prefill_s(self, tokens: float, cached: float, chunk: int) -> float:
         """A prompt of `tokens` behind `cached` ones, alone, in steps of at most `chunk` tokens."""
         seconds, done = 0.0, 0.0
+        launch_us = self.kernels.launch_us + self.kernels.spelled_launch_us * self.weights.is_packed
+        launched_s = self.model.num_layers * launch_us * 1e-6
         while done < tokens:
             rows = min(chunk, tokens - done)
             context = self._seen(cached + done + rows / 2)
             device = self._linear_s(rows, 1.0) + self._attention_s(rows, context)
-            launched = self.model.num_layers * self.kernels.launch_us * 1e-6
-            seconds += max(device, launched) + self._overhead_s(1)
+            seconds += max(device, launched_s) + self._overhead_s(1)
             done += rows
         return seconds
 

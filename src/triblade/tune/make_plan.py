@@ -97,7 +97,12 @@ def convert_command(candidate: Candidate, config: PlanConfig) -> str:
     words += ["--bits", str(candidate.weights.bits), "--calibration", "self"]
     words += ["--max-ppl-increase", f"{config.max_ppl_increase:g}"]
     if candidate.weights.table_bits < 16:
-        words += ["--embeddings", f"{candidate.weights.table_bits}row", "--lm-head", f"{candidate.weights.table_bits}row"]
+        words += [
+            "--embeddings",
+            f"{candidate.weights.table_bits}row",
+            "--lm-head",
+            f"{candidate.weights.table_bits}row",
+        ]
     return shlex.join(words)
 
 
@@ -137,7 +142,10 @@ def _vllm_drafts(engine: EngineConfig) -> list[str]:
     """Speculation in vLLM's words."""
     if engine.drafter is None:
         return []
-    config: dict[str, object] = {"method": "suffix" if engine.drafter == "suffix" else "draft_model", "model": engine.draft_model}
+    config: dict[str, object] = {
+        "method": "suffix" if engine.drafter == "suffix" else "draft_model",
+        "model": engine.draft_model,
+    }
     config["num_speculative_tokens"] = engine.num_speculative_tokens
     said = {name: value for name, value in config.items() if value is not None}
     return ["--speculative-config", json.dumps(said)]
@@ -172,7 +180,10 @@ def reasons(decision: Decision) -> Iterator[str]:
     """Why this one: rules, what each technique brings, what the hardware forbids."""
     chosen, said = decision.chosen, advice(tuple(decision.rules))
     if decision.task.engine != "triblade":
-        yield str(decision.task.site.hardware.why_not_own_kernels or "the model needs several devices") + "; vLLM serves it"
+        yield (
+            str(decision.task.site.hardware.why_not_own_kernels or "the model needs several devices")
+            + "; vLLM serves it"
+        )
     for rule in decision.rules:
         yield f"rule {rule.id}: {rule.says}"
     if said:

@@ -138,19 +138,13 @@ def sequences_of(judged: Judged, task: Task) -> int:
     return max(1, math.ceil(1.5 * judged.outcome.in_flight / engines))
 
 
-def _task(
-    config: PlanConfig, shape: ModelShape, hardware: Hardware, workload: Workload, engine: ServingEngine
-) -> Task:
-    site = Site(
-        hardware=hardware, kernels=kernels_of(hardware), devices=config.devices, chunk=CHUNKS[hardware.kind]
-    )
-    return Task(
-        shape=shape, site=site, workload=workload, goals=config.goals, quality=config.quality, engine=engine
-    )
+def _task(config: PlanConfig, shape: ModelShape, hardware: Hardware, workload: Workload, engine: ServingEngine) -> Task:
+    site = Site(hardware=hardware, kernels=kernels_of(hardware), devices=config.devices, chunk=CHUNKS[hardware.kind])
+    return Task(shape=shape, site=site, workload=workload, goals=config.goals, quality=config.quality, engine=engine)
 
 
 def _before(task: Task, hardware: Hardware) -> Judged | None:
-    """The baseline, whatever the goals; at a rate that it cannot do, with as many requests in flight as the workload begins with."""
+    """The baseline, whatever the goals; at a rate that it cannot do, as a closed loop of the workload's users."""
     free = replace(task, goals=replace(task.goals, ttft_ms=None, tpot_ms=None, e2el_ms=None))
     plain = judge(baseline(task.shape, hardware), free)
     if isinstance(plain, Rejection) and plain.gate == "rate":

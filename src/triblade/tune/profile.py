@@ -113,7 +113,11 @@ def _int8_rate(cores: int) -> float:
         return 0.0
     codes = torch.randint(0, 16, (WIDTH, WIDTH), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     matrix = QuantizedMatrix(
-        codes=codes, scales=torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16), offsets=None, bits=4, bias=None
+        codes=codes,
+        scales=torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16),
+        offsets=None,
+        bits=4,
+        bias=None,
     )
     packed = pack_quantized(matrix)
     product = _Product(native, packed)

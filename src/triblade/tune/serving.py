@@ -15,11 +15,15 @@ from triblade.tune.cost import StepCost, Weights
 from triblade.tune.hardware import Hardware, Kernels
 from triblade.tune.rules import acceptance
 
-Placement = Literal["together", "one", "two"]  # prefill and decode in one engine, in two on one device, on devices of their own
+Placement = Literal[
+    "together", "one", "two"
+]  # prefill and decode in one engine, in two on one device, on devices of their own
 ITERATIONS = 40
 MOST_WAITING = 0.95
 SHARED_DEVICE_COST = 1.03  # two processes taking turns on one GPU; a guess, not measured
-CORES_OF_BANDWIDTH = 0.6  # exponent: half of the cores read two thirds of the bandwidth (docs/log.md: 20 to 27 of 34 to 42 GB/s)
+CORES_OF_BANDWIDTH = (
+    0.6  # exponent: half of the cores read two thirds of the bandwidth (docs/log.md: 20 to 27 of 34 to 42 GB/s)
+)
 HOST_LINK_SHARE = 0.25  # of the memory's bandwidth, for rows between two processes of a host
 WIRE_BYTES = {"raw": 1.0, "int8": 0.51}  # of a bfloat16 row; benchmarks/results/kv-codecs.json
 WIRE_BYTES_PER_S = 0.6e9  # that a core encodes and decodes with int8; the same file
@@ -194,7 +198,11 @@ class _Load:
         if self.candidate.placement == "together":
             return 0.0
         tokens = self.workload.prompt_tokens * (1 - self.workload.prefix_share)
-        return min(tokens, self.site.chunk) * self.cost.kv_token_bytes / link_bytes_per_s(self.site.hardware, self.candidate)
+        return (
+            min(tokens, self.site.chunk)
+            * self.cost.kv_token_bytes
+            / link_bytes_per_s(self.site.hardware, self.candidate)
+        )
 
 
 def link_bytes_per_s(hardware: Hardware, candidate: Candidate) -> float:
