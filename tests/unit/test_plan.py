@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triblade.commands.planning import with_plan
-from triblade.config import Figure, Plan, PlanConfig, WeightPlan, Workload, parse_toml, to_toml
+from triblade.config import Figure, Plan, PlanConfig, TopologyConfig, WeightPlan, Workload, parse_toml, to_toml
 from triblade.config.engine import EngineConfig
 from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from triblade.models.config import model_config
@@ -314,6 +314,10 @@ def test_a_plan_that_cannot_be_served_says_why(tmp_path: Path) -> None:
     assert caught.value.hint == "make it: triblade convert m --output m"
     with pytest.raises(UnsupportedError, match="vllm"):
         with_plan(["serve", f"--plan={write(tmp_path / 'other.toml', serving_engine='vllm')}"])
+    engines = {"decode": EngineConfig(model="m"), "prefill": EngineConfig(model="m", quantization="int8")}
+    mixed = write(tmp_path / "mixed.toml", topology=TopologyConfig(prefill_workers=1, decode_workers=1), **engines)
+    with pytest.raises(UnsupportedError, match="differ"):
+        with_plan(["serve", f"--plan={mixed}"])
     with pytest.raises(ConfigError, match=r"none\.toml"):
         with_plan(["serve", "--plan", str(tmp_path / "none.toml")])
 

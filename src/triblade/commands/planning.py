@@ -64,7 +64,7 @@ def with_plan(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: the file is no plan.
-        UnsupportedError: the plan is for another engine.
+        UnsupportedError: see `check_runs_here`.
         ModelNotFoundError: the plan's checkpoint was not made yet; the hint has the command.
     """
     path = plan_file(arguments)
@@ -72,8 +72,9 @@ def with_plan(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     found = read_toml(Plan, path)
     given = {_option(word) for word in arguments if word.startswith("--")}
+    check_runs_here(found, path)
     if "model" not in given:
-        check_runs_here(found, path)
+        check_is_made(found)
     flags = [*to_flags(found.decode), *to_flags(found.topology), *to_flags(found.transfer)]
     return [arguments[0], *(flag for flag in flags if _option(flag) not in given), *arguments[1:]]
 
@@ -94,8 +95,7 @@ def check_runs_here(found: Plan, path: Path) -> None:
     """Refuse a plan that this command cannot carry out.
 
     Raises:
-        UnsupportedError: it is for another engine.
-        ModelNotFoundError: its checkpoint was not made yet.
+        UnsupportedError: it is for another engine, or its two roles differ.
     """
     if found.serving_engine != "triblade":
         raise UnsupportedError(
@@ -103,6 +103,20 @@ def check_runs_here(found: Plan, path: Path) -> None:
             hint="triblade plan prints the command that serves it",
             param="plan",
         )
+    if found.prefill not in (None, found.decode):
+        raise UnsupportedError(
+            f"[prefill] and [decode] differ, and all workers of a server have one configuration: {path}",
+            hint="make them equal, or start workers of your own with triblade worker",
+            param="plan",
+        )
+
+
+def check_is_made(found: Plan) -> None:
+    """Refuse a plan whose checkpoint is not there.
+
+    Raises:
+        ModelNotFoundError: the hint has the command that makes it.
+    """
     if found.weights.convert and not Path(found.decode.model).exists():
         raise ModelNotFoundError(
             f"the checkpoint of the plan is not there: {found.decode.model}",
