@@ -23,8 +23,12 @@ from triblade.tune.shape import ModelShape
 
 CHUNKS = {"cpu": 512, "cuda": 2048}  # tokens of a step
 TIE = 0.1  # times of a request that differ by less are the same: about the model's median error
-AXES = {"weights": ("weights",), "KV": ("kv_dtype",), "drafts": ("drafter", "draft_length")}
-AXES |= {"placement": ("placement", "split", "prefill_devices")}
+AXES = {
+    "weights": ("weights",),
+    "KV": ("kv_dtype",),
+    "drafts": ("drafter", "draft_length"),
+    "placement": ("placement", "split", "prefill_devices"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
