@@ -220,6 +220,15 @@ def test_what_cannot_be_is_refused_with_the_gates() -> None:
         chosen("cpu-edge", SEVENTY)
 
 
+def test_cheap_is_not_quick() -> None:
+    """What can do most requests per second is ranked first, within the model's error; it is slower for each of them."""
+    options: dict[str, Any] = {"workload": "random", "concurrency": 4.0}
+    cheap, quick = chosen("h200", objective="cost", **options), chosen("h200", **options)
+    best = max(one.outcome.capacity_requests_per_s for one in cheap.ranked)
+    assert cheap.chosen.outcome.capacity_requests_per_s >= best / 1.1
+    assert quick.chosen.outcome.e2el_s < cheap.chosen.outcome.e2el_s
+
+
 def test_goals_are_kept() -> None:
     decision = chosen("h200", concurrency=4.0, tpot_ms=3.0)
     assert all(one.outcome.tpot_s <= 0.003 for one in decision.ranked)

@@ -18,6 +18,7 @@ from triblade.errors import ConfigError
 
 Label = Literal["rule", "predicted", "measured"]
 ServingEngine = Literal["triblade", "vllm"]
+Objective = Literal["latency", "cost"]
 PlanWorkloadName = Literal["fixed", "random", "shared-prefix", "chat", "document", "edit", "short", "long-output"]
 
 
@@ -181,6 +182,9 @@ class PlanConfig:
 
     max_ppl_increase: float = 0.05
     """Largest growth of perplexity by rounding (0.05 is 5 %); 0.01 and less is precision first, 0.2 and more lets 3 bits in."""
+
+    objective: Objective = "latency"
+    """What candidates are ranked by: the time of a request, or the requests per second that the hardware can do at most (`cost`)."""
 
     draft_model: str | None = None
     """A small model of the same structure, or the folder of an eagle head, that may draft."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from triblade.tune.cost import Weights
 from triblade.tune.hardware import Hardware
@@ -33,7 +34,7 @@ def candidates(shape: ModelShape, hardware: Hardware, devices: int, draft_model:
                 drafter=drafter,
                 draft_length=length,
                 tensor_parallel=parallel,
-                **place,  # type: ignore[arg-type]
+                **place,
             )
 
 
@@ -57,7 +58,7 @@ def drafters(shape: ModelShape, draft_model: str | None) -> list[str]:
     return ["suffix", "eagle", *(["draft"] if draft_model is not None else [])]
 
 
-def placements(devices: int) -> Iterator[dict[str, object]]:
+def placements(devices: int) -> Iterator[dict[str, Any]]:
     """Where prompts are computed."""
     yield {"placement": "together"}
     yield from ({"placement": "one", "split": split} for split in SPLITS if devices == 1)

@@ -1,6 +1,6 @@
 """From a model's shape, hardware, a workload, goals and a quality floor to one Plan, with everything that was not chosen.
 
-Pure and quick: no model is loaded, nothing is measured. Candidates that pass all gates are ranked by the time of a request. The
+Pure and quick: no model is loaded, nothing is measured. Candidates that pass all gates are ranked by the time of a request, or by cost. The
 model is wrong by some percent (docs/log.md), so among candidates that it cannot tell apart the decision tables choose, and where
 they are silent the plainest one.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from triblade.config import PlanConfig, ServingEngine, Workload
+from triblade.config.plan import Objective
 from triblade.errors import ConfigError
 from triblade.tune.bill import Bill, bill
 from triblade.tune.candidates import baseline, candidates
@@ -74,7 +75,7 @@ def decide(config: PlanConfig, shape: ModelShape, hardware: Hardware) -> Decisio
         task = _task(config, shape, hardware, workload, engine)
         judged = [judge(one, task) for one in candidates(shape, hardware, config.devices, config.draft_model)]
         rejected += [one for one in judged if isinstance(one, Rejection)]
-        ranked = rank([one for one in judged if isinstance(one, Judged)], rules)
+        ranked = rank([one for one in judged if isinstance(one, Judged)], rules, config.objective)
         if ranked:
             before = _before(task, hardware)
             return Decision(
@@ -88,16 +89,21 @@ def decide(config: PlanConfig, shape: ModelShape, hardware: Hardware) -> Decisio
     raise _nothing(rejected)
 
 
-def rank(passed: Sequence[Judged], rules: Sequence[Rule]) -> list[Judged]:
-    """Fastest first, but for those within the model's error of the fastest: there what the rules advise, then the plainest."""
+def rank(passed: Sequence[Judged], rules: Sequence[Rule], objective: Objective = "latency") -> list[Judged]:
+    """Best first, but for those within the model's error of the best: there what the rules advise, then the plainest."""
     if not passed:
         return []
-    by_time = sorted(passed, key=lambda one: one.outcome.e2el_s)
-    limit = by_time[0].outcome.e2el_s * (1 + TIE)
+    ordered = sorted(passed, key=lambda one: _seconds(one, objective))
+    limit = _seconds(ordered[0], objective) * (1 + TIE)
     said = advice(tuple(rules))
-    near = [one for one in by_time if one.outcome.e2el_s <= limit]
-    near.sort(key=lambda one: (-agreement(one.candidate, said), effort(one.candidate), one.outcome.e2el_s))
-    return [*near, *by_time[len(near) :]]
+    near = [one for one in ordered if _seconds(one, objective) <= limit]
+    near.sort(key=lambda one: (-agreement(one.candidate, said), effort(one.candidate), _seconds(one, objective)))
+    return [*near, *ordered[len(near) :]]
+
+
+def _seconds(judged: Judged, objective: Objective) -> float:
+    """What is to be small: the time of a request, or that of the hardware for one at full load."""
+    return judged.outcome.e2el_s if objective == "latency" else 1 / judged.outcome.capacity_requests_per_s
 
 
 def agreement(candidate: Candidate, said: object) -> int:
