@@ -184,7 +184,7 @@ class PlanConfig:
     """Largest growth of perplexity by rounding (0.05 is 5 %); 0.01 and less is precision first, 0.2 and more lets 3 bits in."""
 
     objective: Objective = "latency"
-    """What candidates are ranked by: the time of a request, or the requests per second that the hardware can do at most (`cost`)."""
+    """What candidates are ranked by: the time of a request, or (`cost`) the requests per second at full load."""
 
     draft_model: str | None = None
     """A small model of the same structure, or the folder of an eagle head, that may draft."""
