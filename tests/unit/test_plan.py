@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from triblade.cli import main
 from triblade.commands.planning import with_plan
-from triblade.config import Figure, Plan, PlanConfig, TopologyConfig, WeightPlan, Workload, parse_toml, to_toml
+from triblade.config import (
+    Figure,
+    Plan,
+    PlanConfig,
+    TopologyConfig,
+    WeightPlan,
+    Workload,
+    parse_toml,
+    read_toml,
+    to_toml,
+)
 from triblade.config.engine import EngineConfig
 from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from triblade.models.config import model_config
@@ -314,6 +326,30 @@ def test_options_of_a_plan_are_flags_and_those_of_the_user_win(tmp_path: Path) -
     user = ["serve", "--model", "other", f"--plan={file}", "--max_num_seqs", "3"]
     assert with_plan(user) == ["serve", "--drafter=suffix", *user[1:]]
     assert with_plan(["serve", "--model", "m"]) == ["serve", "--model", "m"]
+
+
+def test_the_command_line_serves_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, served = write(tmp_path / "plan.toml"), list[EngineConfig]()
+
+    def serve(engine: EngineConfig, *_: Any, **__: Any) -> int:
+        served.append(engine)
+        return 0
+
+    monkeypatch.setattr("triblade.serve.run.serve", serve)
+    assert main(["serve", "--plan", str(file), "--max-num-seqs", "3"]) == 0
+    assert main(["serve", "other", f"--plan={file}"]) == 0
+    assert [(one.model, one.max_num_seqs, one.drafter) for one in served] == [
+        ("m", 3, "suffix"),
+        ("other", 7, "suffix"),
+    ]
+
+
+def test_the_command_line_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    file = tmp_path / "plan.toml"
+    assert main(["plan", str(tmp_path), "--hardware", "h200", "--output", str(file), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["prediction"]["ttft"]["value"] == read_toml(Plan, file).figure("ttft")
 
 
 def test_a_plan_that_cannot_be_served_says_why(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """From a model's shape, hardware, a workload, goals and a quality floor to one Plan, with everything that was not chosen.
 
 Pure and quick: no model is loaded, nothing is measured. Candidates that pass all gates are ranked by the time of a request, or by
-cost. The model is wrong by some percent (docs/log.md), so among candidates that it cannot tell apart the decision tables choose, and
-where they are silent the plainest one.
+cost. The model is wrong by some percent (docs/log.md), so among candidates that it cannot tell apart the decision tables choose,
+and where they are silent the plainest one.
 """
 
 from __future__ import annotations
