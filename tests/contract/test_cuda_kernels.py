@@ -172,8 +172,7 @@ class Case:
     has_norm: bool = False
     half: int = 32  # rotated pairs
     block: int = 16
-    is_boxed: bool = False  # as for many sequences, in boxes
-    is_crowd: bool = False  # as for more, shared out over workers
+    is_boxed: bool = False  # as for many sequences
 
 
 CASES = [
@@ -188,18 +187,16 @@ CASES = [
     Case(14, 2, 128, (70, 300), is_boxed=True),
     Case(4, 2, 128, (40, 130), queries=3, codec="int8", is_boxed=True),
     Case(4, 1, 256, (33, 260), queries=5, window=50, half=64, is_boxed=True),  # several tiles of rows
-    Case(14, 2, 128, (70, 1, 300, 16, 33), is_crowd=True),
-    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_crowd=True),  # queries of a sequence are rows of one tile
-    Case(6, 3, 64, (17, 2, 90), window=30, softcap=9.0, is_crowd=True),
-    Case(10, 5, 64, (40, 700), dtype=F16, codec="float16", block=32, is_crowd=True),  # one sequence for several workers
-    Case(8, 4, 256, (33, 100, 5), codec="int8", window=48, half=64, is_crowd=True),
+    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_boxed=True),
+    Case(6, 3, 64, (17, 2, 90), window=30, softcap=9.0, is_boxed=True),
+    Case(10, 5, 64, (40, 700), dtype=F16, codec="float16", block=32, is_boxed=True),
+    Case(8, 4, 256, (33, 100, 5), codec="int8", window=48, half=64, is_boxed=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, cache write and attention, against the reference over the same cache."""
-    monkeypatch.setattr(attention, "CROWD_HEADS", 0 if case.is_crowd else 10**9)
     monkeypatch.setattr(attention, "BOXED_BLOCKS", 0 if case.is_boxed else 10**9)
     torch.manual_seed(4)
     caches, tables = filled_caches(case)
@@ -228,12 +225,11 @@ def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize("least", ["CROWD_HEADS", "BOXED_BLOCKS"])
 def test_what_lies_behind_a_sequence_is_not_seen(
-    device: EmulatedDevice, codec: str, least: str, monkeypatch: pytest.MonkeyPatch
+    device: EmulatedDevice, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of a block may hold what is not a number: somebody else's, from before."""
-    monkeypatch.setattr(attention, least, 0)
+    monkeypatch.setattr(attention, "BOXED_BLOCKS", 0)
     case = Case(4, 2, 128, (21, 3, 40), codec=codec)
     caches, tables = filled_caches(case)
     layout, count = caches[0].layout, caches[0].num_blocks * case.block

@@ -329,14 +329,5 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
   block_barrier();
   return last;
 }
-DEVICE bool is_last_warp(u32* counter, u32 expected) {
-  int last = 0;
-  emulation::warp_barrier();
-  if ((threadIdx.x & 31) == 0) {
-    last = ++*counter == expected;
-    if (last) *counter = 0;
-  }
-  return shuffle(last, 0);
-}
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}

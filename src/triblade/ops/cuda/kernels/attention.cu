@@ -17,9 +17,9 @@ DEVICE void ask_for_block(Ahead& next) {
   if (next.turn < next.end) next.block = next.table[(next.start + next.turn * KEYS) / BLOCK];
 }
 
-DEVICE void fetch(Ahead& next, Ring& ring, const BoxMap& map, const Cache& cache, int head) {
+DEVICE void fetch(Ahead& next, Ring& ring, const BoxMap& map, int head) {
   if (next.turn >= next.end) return;
-  fetch_box(ring, map, cache, Source{(next.start + next.turn * KEYS) % BLOCK, head, next.block});
+  fetch_box(ring, map, Source{(next.start + next.turn * KEYS) % BLOCK, head, next.block});
   next.turn += WARPS;
   ask_for_block(next);
 }
@@ -68,26 +68,24 @@ KERNEL __launch_bounds__(32 * WARPS) attention(CONSTANT_ARGUMENT(BoxMap) map, Qu
   const int begin = turns * split / splits, end = turns * (split + 1) / splits;
 
   // The first turns' keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
-  const int* table = in.tables + sequence * in.table_stride;
-  const int first_turn = begin + warp;
-#if IN_BOXES
-  Ring ring = ring_of(memory, barriers, warp, WARPS);
-  warp_barrier();
-  Ahead ahead = {table, start, first_turn, end, 0};
-  ask_for_block(ahead);
-  int fetched = 0;
-  while (fetched < STAGES && ahead.turn < end && start + ahead.turn * KEYS + KEYS <= positions[0])
-    fetch(ahead, ring, map, cache, head), fetched++;
-  wait_for_previous();
-  for (; fetched < STAGES; fetched++) fetch(ahead, ring, map, cache, head);
-  int stage = 0, phase = 0;
-#else
-  const Stretch stretch = {cache, table, head, stop};
+  const Stretch stretch = {cache, in.tables + sequence * in.table_stride, head, stop};
+  const int first_turn = begin + warp, earliest = start + first_turn * KEYS;
+  const bool is_early = earliest + KEYS <= positions[0], has_turn = first_turn < end;
   float scale = 0.0f;
+#if IN_BOXES
+  Ring ring = ring_of(memory, barriers, warp);
+  warp_barrier();
+  Ahead ahead = {stretch.table, start, first_turn, end, 0};
+  ask_for_block(ahead);
+  int fetched = 0, stage = 0, phase = 0;
+  while (fetched < STAGES && ahead.turn < end && start + ahead.turn * KEYS + KEYS <= positions[0]) fetch(ahead, ring, map, head), fetched++;
+  if (has_turn && is_early) scale = load_scale(stretch, earliest);
+  wait_for_previous();
+  for (; fetched < STAGES; fetched++) fetch(ahead, ring, map, head);
+  if (has_turn && !is_early) scale = load_scale(stretch, earliest);
+#else
   Keys ahead;
   Values v;
-  const int earliest = start + first_turn * KEYS;
-  const bool is_early = earliest + KEYS <= positions[0], has_turn = first_turn < end;
   if (has_turn && is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
   wait_for_previous();
   if (has_turn && !is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
@@ -102,23 +100,22 @@ KERNEL __launch_bounds__(32 * WARPS) attention(CONSTANT_ARGUMENT(BoxMap) map, Qu
   reset(state);
 
   for (int turn = first_turn; turn < end; turn += WARPS) {
-    const int first = start + turn * KEYS;
+    const int first = start + turn * KEYS, next = first + WARPS * KEYS;
+    const bool goes_on = turn + WARPS < end;
+    const float now = scale;
+    if (goes_on) scale = load_scale(stretch, next);
 #if IN_BOXES
     Keys k;
     Values v;
     wait_for_phase(ring.full + stage, phase);
     take_keys(k, ring.boxes + stage * BOX_BYTES);
     take_values(v, ring.boxes + stage * BOX_BYTES, stop - first);
-    attend(state, q, k, v, take_scale(ring.scales + stage * 2 * SCALE_BYTES, head, stop - first), how, first, position);
+    attend(state, q, k, v, now, how, first, position);
     warp_barrier();  // everybody has read this box
-    fetch(ahead, ring, map, cache, head);
+    fetch(ahead, ring, map, head);
     go_on(stage);
     if (stage == 0) phase ^= 1;
 #else
-    const int next = first + WARPS * KEYS;
-    const bool goes_on = turn + WARPS < end;
-    const float now = scale;
-    if (goes_on) scale = load_scale(stretch, next);
     const Keys k = ahead;
     if (goes_on) load_keys(ahead, stretch, next);
     attend(state, q, k, v, now, how, first, position);

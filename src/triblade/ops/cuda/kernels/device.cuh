@@ -171,7 +171,7 @@ DEVICE void wait_for_copies() {
 }
 
 // A box of five dimensions on its way out of a tensor that the host has described (`Device.box_map`): of 128-byte slices of the vectors of
-// 16 tokens, keys then values. Units of 16 bytes of a slice lie in another order; see `crowd.cu`.
+// 16 tokens, keys then values. Units of 16 bytes of a slice lie in another order; see `boxes.cuh`.
 struct __align__(64) BoxMap {
   u64 words[16];
 };
@@ -245,20 +245,6 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
     if (last) *counter = 0;
   }
   __syncthreads();
-  if (last) __threadfence();
-  return last;
-}
-
-// The same for a warp.
-DEVICE bool is_last_warp(u32* counter, u32 expected) {
-  u32 before = 0;
-  __threadfence();
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) {
-    before = atomicAdd(counter, 1u);
-    if (before == expected - 1) *counter = 0;
-  }
-  const bool last = __shfl_sync(0xffffffffu, before, 0) == expected - 1;
   if (last) __threadfence();
   return last;
 }
