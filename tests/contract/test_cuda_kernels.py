@@ -224,6 +224,66 @@ def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.Monke
     assert not kernels._counters.any()
 
 
+@dataclass(frozen=True)
+class LongCase:
+    """Long chunks that attend together."""
+
+    heads: int
+    groups: int
+    dim: int
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    dtype: torch.dtype = BF16
+    window: int | None = None
+    block: int = 16
+
+
+LONG_CASES = [
+    LongCase(2, 1, 64, (200, 131), (200, 1)),  # a whole prompt, and one token of another
+    LongCase(3, 3, 64, (310,), (130,), window=40, dtype=F16, block=32),
+    LongCase(2, 1, 128, (90, 150), (70, 150)),
+]
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_attention_of_long_chunks(device: EmulatedDevice, case: LongCase) -> None:
+    """Over what the cache holds; behind the last key it holds what is not a number."""
+    torch.manual_seed(8)
+    history = Case(
+        case.heads, case.groups, case.dim, case.lengths, codec=str(case.dtype)[6:], dtype=case.dtype, block=case.block
+    )
+    (cache, _), tables = filled_caches(history)
+    blocks = [-(-length // case.block) for length in case.lengths]
+    used = [slots_of(t, 0, n, case.block) for t, n in zip(tables, case.lengths, strict=True)]
+    everything = torch.zeros(cache.num_blocks * case.block, dtype=torch.bool).index_fill(0, torch.cat(used), True)
+    nothing = (~everything).nonzero().flatten()
+    vectors_shape = (case.groups, case.dim)
+    cache.write(1, torch.cat(used), *(torch.randn(sum(case.lengths), *vectors_shape).to(case.dtype) for _ in "kv"))
+    cache.write(1, nothing, *(torch.full((len(nothing), *vectors_shape), torch.nan, dtype=case.dtype) for _ in "kv"))
+    qkv = torch.randn(sum(case.queries), (case.heads + 2 * case.groups) * case.dim).to(case.dtype)
+    starts = np.cumsum(([0, *case.queries], [0, *(count * case.block for count in blocks)]), axis=1, dtype=np.int32)
+    chunks = attention.Chunks(
+        query_starts=torch.from_numpy(starts[0]),
+        key_starts=torch.from_numpy(starts[1].copy()),
+        lengths=torch.tensor(case.lengths, dtype=torch.int32),
+        blocks=torch.cat([t[:count] for t, count in zip(tables, blocks, strict=True)]).int(),
+        most_queries=max(case.queries),
+    )
+    out = torch.full((sum(case.queries), case.heads * case.dim), torch.nan, dtype=case.dtype)
+    kernels, scoring = AttentionKernels(device, case.dtype, CPU), Scoring(scale=0.1, softcap=None, window=case.window)
+    assert kernels.takes_chunks(paged_layer(cache, 1), scoring)
+    kernels.attend_chunks(qkv, chunks, paged_layer(cache, 1), scoring, out)
+    row = 0
+    for table, length, queries in zip(tables, case.lengths, case.queries, strict=True):
+        keys, values = (x[:, :length].float() for x in cache.read(1, table.unsqueeze(0)))
+        positions = torch.arange(length - queries, length).unsqueeze(0)
+        mask = window_mask(positions, length, case.window).explicit(queries, length, CPU)
+        q = qkv[row : row + queries].view(1, queries, -1, case.dim)[:, :, : case.heads].float()
+        expected = eager_attention(q, keys, values, AttentionMask(mask), 0.1, None)
+        assert relative(out[row : row + queries], expected.reshape(queries, -1)) < 2 * ROUNDING[case.dtype]
+        row += queries
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_what_lies_behind_a_sequence_is_not_seen(
     device: EmulatedDevice, codec: str, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,8 @@ MOST_SPLITS = 32
 BOXED_BLOCKS = 32
 STAGES = 3  # boxes of a warp
 SLICE_BYTES = 128
+PROMPT_HEAD_DIMS = (64, 128)
+PROMPT_QUERIES, PROMPT_KEYS, PROMPT_THREADS, PROMPT_STAGES = 128, 128, 384, 3  # of `kernels/prompt.cu`
 
 
 def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
@@ -83,6 +85,17 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """Long chunks of S sequences in neighbouring rows."""
+
+    query_starts: Tensor  # [S + 1] int32 rows
+    key_starts: Tensor  # [S + 1] int32, in whole blocks
+    lengths: Tensor  # [S] int32 keys that count, the chunk's own included
+    blocks: Tensor  # [B] int32: those of all sequences, one after the other
+    most_queries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
     """How scores are made of products."""
 
@@ -129,6 +142,22 @@ class _Queries(ctypes.Structure):
     )
 
 
+class _Prompts(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("key_starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int),
+        ("group", ctypes.c_int),
+    )
+
+
+class _PromptScores(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float), ("window", ctypes.c_int))
+
+
 class _Scores(ctypes.Structure):
     _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int))
 
@@ -167,7 +196,7 @@ class AttentionKernels:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=memory)
         self._counters = torch.zeros(0, dtype=torch.int32, device=memory)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # recorded steps may still use it
-        self._box_maps: dict[tuple[int, int], Any] = {}  # of layers
+        self._box_maps: dict[tuple[int, ...], Any] = {}  # of layers
 
     def rotate_and_write(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, rotation: Rotation) -> None:
         """Norm and rotate the queries of qkv [T, (H + 2 G) * D] in place; keys and values go to the cache."""
@@ -216,6 +245,25 @@ class AttentionKernels:
         )
         self._split(asked, layer, out, first_row)
 
+    def takes_chunks(self, layer: PagedLayer, scoring: Scoring) -> bool:
+        """Whether `attend_chunks` can."""
+        fits = self._takes_boxes(layer) and layer.head_dim in PROMPT_HEAD_DIMS and not layer.is_int8
+        return fits and scoring.softcap is None
+
+    def attend_chunks(self, qkv: Tensor, chunks: Chunks, layer: PagedLayer, scoring: Scoring, out: Tensor) -> None:
+        """out [T, H * D] of long chunks of rotated queries in qkv [T, (H + 2 G) * D]; their keys are cached. See `takes_chunks`."""
+        sizes = {"DIM": layer.head_dim, "BLOCK": layer.block_size, "STAGES": PROMPT_STAGES}
+        kernel = self._device.kernel("prompt.cu", "prompt", {"FLOAT16": self._is_float16, **sizes})
+        heads = out.shape[1] // layer.head_dim
+        parts = (chunks.query_starts, chunks.key_starts, chunks.lengths, chunks.blocks)
+        numbers = (qkv.stride(0), heads // layer.num_heads)
+        prompts = _Prompts(qkv.data_ptr(), *(part.data_ptr() for part in parts), *numbers)
+        scores = _PromptScores(scoring.scale, scoring.window or 0)
+        arguments = (self._boxes(layer, 1, 1), prompts, scores, pointer(out), ctypes.c_int(out.stride(0)))
+        grid = (heads, -(-chunks.most_queries // PROMPT_QUERIES), len(chunks.lengths))
+        shared_bytes = 1024 + PROMPT_STAGES * 2 * PROMPT_KEYS * layer.vector_bytes
+        self._device.launch(kernel, grid, PROMPT_THREADS, arguments, shared_bytes=shared_bytes)
+
     def _takes_boxes(self, layer: PagedLayer) -> bool:
         fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0
         return self._device.has_warpgroups and fits
@@ -232,19 +280,19 @@ class AttentionKernels:
         kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, **shared})
         numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
         scratch = (pointer(self._workspace), pointer(self._counters))
-        boxes = self._boxes(layer) if is_boxed else _NO_BOXES
+        boxes = self._boxes(layer, layer.vector_bytes // SLICE_BYTES, 2) if is_boxed else _NO_BOXES
         arguments = (boxes, asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
         shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
         self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
-    def _boxes(self, layer: PagedLayer) -> Any:
-        """A layer's keys and values in boxes of a turn of one head."""
-        key = (layer.pool.data_ptr(), layer.keys)
+    def _boxes(self, layer: PagedLayer, slices: int, kinds: int) -> Any:
+        """A layer's keys and values in boxes of 16 tokens: `slices` of 128 bytes of a head's vector, of keys (1) or both (2)."""
+        key = (layer.pool.data_ptr(), layer.keys, slices, kinds)
         if key not in self._box_maps:
-            slices, rows = layer.vector_bytes // SLICE_BYTES, layer.pool.shape
-            sizes = (SLICE_BYTES, layer.block_size, layer.num_heads * slices, 2, rows[0])
-            strides = (layer.num_heads * layer.vector_bytes, SLICE_BYTES, layer.values - layer.keys, rows[1])
-            box = (SLICE_BYTES, TURN_KEYS, slices, 2, 1)
+            rows, of_token = layer.pool.shape, layer.num_heads * layer.vector_bytes
+            sizes = (SLICE_BYTES, layer.block_size, of_token // SLICE_BYTES, 2, rows[0])
+            strides = (of_token, SLICE_BYTES, layer.values - layer.keys, rows[1])
+            box = (SLICE_BYTES, TURN_KEYS, slices, kinds, 1)
             self._box_maps[key] = self._device.box_map(layer.pool, layer.keys, sizes, strides, box)
         return self._box_maps[key]
 

@@ -35,7 +35,7 @@ DEVICE void fetch_box(Ring& ring, const BoxMap& map, const Source& from) {
   if ((threadIdx.x & 31) == 0) {
     u64* full = ring.full + ring.stage;
     expect_bytes(full, BOX_BYTES);
-    copy_box(ring.boxes + ring.stage * BOX_BYTES, map, from.token, from.head * SLICES, from.block, full);
+    copy_box(ring.boxes + ring.stage * BOX_BYTES, map, Corner{from.token, from.head * SLICES, 0, from.block}, full);
   }
   go_on(ring.stage);
 }
