@@ -20,7 +20,7 @@ from triblade.engine.scheduler import ScheduledRequest
 
 pytestmark = pytest.mark.gpu
 IDS = prompt(60)
-NEAR_TIE = 0.1  # deviations of a row's logits; of a random model they are noisier than of a trained one
+NEAR_TIE = 0.15  # deviations of a row's logits: three of what bfloat16 makes of the difference of two of a random model
 LENGTHS = (3, 17, 40, 9, 64, 30, 12, 5, 22, 41, 8, 19, 33, 27, 6, 11, 13, 50, 21, 4)
 
 

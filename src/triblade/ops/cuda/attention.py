@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
 # Where this many blocks attend, keys and values arrive in boxes, by themselves; fewer blocks are done sooner with plain loads.
-BOXED_BLOCKS = 32
+BOXED_BLOCKS = 128
 STAGES = 3  # boxes of a warp
 SLICE_BYTES = 128
 PROMPT_HEAD_DIMS = (64, 128)
