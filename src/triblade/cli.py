@@ -176,10 +176,13 @@ def serve(
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
     from triblade.serve.run import serve as run_server
-    from triblade.serve.run import start_engine
 
     console.setup_logging(server.log_level)
-    return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer))
+    if not topology.is_distributed:
+        return run_server(engine, with_environment(server))
+    from triblade.serve.run import workers_starter
+
+    return run_server(engine, with_environment(server), start=workers_starter(server, topology, transfer))
 
 
 @app.command(usage="triblade worker MODEL --role ROLE --address ADDRESS [OPTIONS]")
