@@ -72,6 +72,10 @@ class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
 
 
+class BenchError(TribladeError):
+    """A load test has nothing to report."""
+
+
 class QualityError(TribladeError):
     """A quantized model is further from its original than the user allows."""
 

@@ -84,6 +84,7 @@ WIRE_CODECS = Registry(
     {
         "raw": "triblade.kv.wire:RawWire",
         "int8": "triblade.kv.wire:Int8Wire",
+        "pca-lut": "triblade.kv.wire_pca:PcaLutWire",
     },
 )
 

@@ -169,13 +169,13 @@ class SocketListener:
         self.address = name_of(listener)
         self._socket = listener
         self._accept, self._vocabulary = accept, vocabulary
-        self._is_open = True
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="triblade-listen", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """See `Listener`. A socket that was inherited goes on listening for its other owners."""
-        self._is_open = False
+        self._closing.set()
         with contextlib.suppress(OSError), socket.socket(self._socket.family) as waker:
             waker.settimeout(JOIN_TIMEOUT_S)
             waker.connect(self._socket.getsockname())
@@ -183,12 +183,12 @@ class SocketListener:
         self._socket.close()
 
     def _run(self) -> None:
-        while self._is_open:
+        while not self._closing.is_set():
             try:
                 connection, name = self._socket.accept()
             except OSError:
                 return
-            if not self._is_open:
+            if self._closing.is_set():
                 connection.close()
                 return
             peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else self.address

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
+from triblade.kv.wire_rotation import rope_identity
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
@@ -64,7 +65,9 @@ def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies
     drafter = plan_drafter(config, model, is_native=kernels == "native")
     layout = kv_layout(config, model, kernels == "native", drafter.layers if drafter else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter.weight_bytes if drafter else 0)
-    return Preparation(kernels, drafter, layout, plan_for(config, model, layout, copies * weight_bytes, device))
+    plan = plan_for(config, model, layout, copies * weight_bytes, device)
+    layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
+    return Preparation(kernels, drafter, layout, plan)
 
 
 def build_engine(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
@@ -232,7 +235,7 @@ def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, conte
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
-    """The layout of this engine's KV rows."""
+    """The layout of this engine's KV rows; how keys are rotated is known only when the context length is."""
     return KVLayout(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -242,7 +245,6 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: La
         arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
-        rope=repr(model.config.ropes),
     )
 
 

@@ -8,11 +8,10 @@ payloads does not matter. A codec knows no request, no transport and no peer; no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from triblade.errors import WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
 from triblade.kv.wire_frame import FrameKey, WireSpan, codec_of, framed, unframed
@@ -21,10 +20,14 @@ from triblade.kv.wire_vectors import (
     VectorBytes,
     block_rows,
     check_span,
+    require_length,
     to_bytes,
     to_tensor,
     token_slots,
 )
+
+if TYPE_CHECKING:
+    from triblade.kv.wire_table import KVTable
 
 __all__ = ["Int8Wire", "RawWire", "WireCodec", "WireSpan", "codec_of"]
 
@@ -52,7 +55,7 @@ class RawWire:
 
     name = "raw"
 
-    def __init__(self, layout: KVLayout, table: object | None = None, receiver_dtype: str | None = None) -> None:
+    def __init__(self, layout: KVLayout, table: KVTable | None = None, receiver_dtype: str | None = None) -> None:
         self._key = FrameKey(self.name, layout.fingerprint())
 
     def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
@@ -81,7 +84,7 @@ class Int8Wire:
 
     name = "int8"
 
-    def __init__(self, layout: KVLayout, table: object | None = None, receiver_dtype: str | None = None) -> None:
+    def __init__(self, layout: KVLayout, table: KVTable | None = None, receiver_dtype: str | None = None) -> None:
         self._key = FrameKey(self.name, layout.content_fingerprint())
         self._vectors, self._draft = VectorBytes("int8"), DraftBytes()
 
@@ -103,13 +106,3 @@ class Int8Wire:
         slots = token_slots(cache, blocks, span.num_tokens)
         self._vectors.write(cache, cache.layout.target, slots, to_tensor(body[:size], cache))
         self._draft.write(cache, slots, draft)
-
-
-def require_length(body: memoryview, expected: int) -> None:
-    """Raises:
-    WireError: a part of a payload has another length than its contents need.
-    """
-    if len(body) != expected:
-        raise WireError(
-            f"KV rows of {len(body)} bytes, expected {expected}", hint="both sides must run the same version"
-        )

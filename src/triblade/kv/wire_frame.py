@@ -110,4 +110,4 @@ def _shown(value: bytes | int) -> str:
     if isinstance(value, int):
         return str(value)
     text = value.rstrip(b"\0")
-    return text.decode("ascii") if text.isalnum() and text.isascii() else value.hex()
+    return text.decode() if text.isascii() and text.decode().isprintable() else value.hex()

@@ -133,6 +133,16 @@ def check_span(cache: KVCache, blocks: Sequence[int], span: WireSpan) -> None:
     assert span.positions.stop <= span.num_prompt_tokens, span
 
 
+def require_length(body: memoryview, expected: int) -> None:
+    """Raises:
+    WireError: a part of a payload has another length than its contents need.
+    """
+    if len(body) != expected:
+        raise WireError(
+            f"KV rows of {len(body)} bytes, expected {expected}", hint="both sides must run the same version"
+        )
+
+
 def block_rows(cache: KVCache, blocks: Sequence[int]) -> Tensor:
     """Blocks as an index [N] on the cache's device."""
     return torch.tensor(list(blocks), dtype=torch.long, device=cache.pool.device)

@@ -77,8 +77,10 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def workers_starter(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
-    """What loads the model into worker processes."""
+def start_engine(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
+    """What loads the model: into this process, or into workers."""
+    if not topology.is_distributed:
+        return start_local
 
     def start(config: EngineConfig) -> ServedEngine:
         from triblade.disagg.launch import Deployment, start_workers
