@@ -16,6 +16,10 @@ COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
     "kv_transfer_seconds": ("From asking to the last row, over complete transfers.", lambda c: c.fetch_s),
     "kv_transfer_store_seconds": ("Of the decode workers' engines, storing rows.", lambda c: c.store_s),
     "kv_transfer_damaged": ("Rows that did not pass their checks and were not stored.", lambda c: c.num_damaged),
+    "kv_transfer_fallbacks": (
+        "Requests sent in another codec, because that of the workers would have harmed them.",
+        lambda c: c.num_fallbacks,
+    ),
     "kv_leases_expired": ("Transfers whose rows were not taken in time.", lambda c: c.num_expired_leases),
     "prefill_declined": (
         "Prompts long enough for a prefill worker that decode workers computed: nobody there, busy, or no blocks for them.",
