@@ -64,8 +64,16 @@ class EngineDeadError(TribladeError):
     error_type = "service_unavailable_error"
 
 
+class WorkerLostError(EngineDeadError):
+    """The process that served a request is gone or leaving, or cannot be reached; another one may serve it."""
+
+
 class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
+
+
+class BenchError(TribladeError):
+    """A load test has nothing to report."""
 
 
 class QualityError(TribladeError):

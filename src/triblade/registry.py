@@ -88,6 +88,16 @@ WIRE_CODECS = Registry(
     },
 )
 
+# Name -> a `disagg.links.Connector`, without arguments.
+CONNECTORS = Registry(
+    "connector",
+    {
+        "local": "triblade.disagg.links:LocalConnector",
+        "shm": "triblade.disagg.sockets:UnixConnector",
+        "tcp": "triblade.disagg.sockets:TcpConnector",
+    },
+)
+
 # Steps of a quantization, composed with "+": `awq+gptq`.
 PASSES = Registry(
     "quantization pass",

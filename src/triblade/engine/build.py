@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from triblade import host
 from triblade.config import EngineConfig, forced_isa
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
-from triblade.engine.drafters import TargetParts, plan_drafter
+from triblade.engine.drafters import DrafterPlan, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, plan_memory
@@ -40,10 +42,36 @@ from triblade.spec.sampler import Sampler
 log = logging.getLogger(__name__)
 
 Kernels = Literal["native", "cuda", "reference"]
+MakePool = Callable[[int, int], Tensor]  # (number of rows, bytes of a row) -> zeros
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load a model and make an engine of it.
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is decided of an engine before anything is loaded."""
+
+    kernels: Kernels
+    drafter: DrafterPlan | None
+    layout: KVLayout
+    plan: MemoryPlan
+
+
+def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies: int = 1) -> Preparation:
+    """Choose kernels and plan memory, for `copies` engines that share one KV cache's memory.
+
+    Raises:
+        TribladeError: something does not fit, with what to do.
+    """
+    kernels = choose_kernels(config, model, device)
+    drafter = plan_drafter(config, model, is_native=kernels == "native")
+    layout = kv_layout(config, model, kernels == "native", drafter.layers if drafter else None)
+    weight_bytes = _weight_bytes(config, model, kernels) + (drafter.weight_bytes if drafter else 0)
+    plan = plan_for(config, model, layout, copies * weight_bytes, device)
+    layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
+    return Preparation(kernels, drafter, layout, plan)
+
+
+def build_engine(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
+    """Load a model and make an engine of it; `make_pool` gives the memory of its KV rows, where it must be special.
 
     Raises:
         TribladeError: with what is wrong and what to do, before memory is taken where that can be known.
@@ -53,21 +81,20 @@ def build_engine(config: EngineConfig) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(config.threads or host.usable_cores())
     model = open_model(config)
-    return assemble(config, model, device)
+    return assemble(config, model, device, make_pool)
 
 
-def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
+def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_pool: MakePool | None = None) -> Engine:
     """Wire an engine around an opened model."""
-    kernels = choose_kernels(config, model, device)
-    drafter_plan = plan_drafter(config, model, is_native=kernels == "native")
-    layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
-    weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
-    plan = plan_for(config, model, layout, weight_bytes, device)
-    layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
+    parts = prepare(config, model, device)
+    plan, drafter_plan = parts.plan, parts.drafter
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
-    cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
-    target = _load(config, model, kernels, cache, plan.context_length)
+    pool = None
+    if make_pool is not None and device.type == "cpu":
+        pool = make_pool(plan.num_kv_blocks, parts.layout.row_bytes)
+    cache = KVCache(parts.layout, plan.num_kv_blocks, model.dtype, device, pool)
+    target = _load(config, model, parts.kernels, cache, plan.context_length)
     drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)

@@ -29,16 +29,22 @@ class KVCache:
         num_blocks: rows of the pool.
         dtype: what `read` returns.
         device: where the pool lives.
+        pool: zeros [num_blocks, row_bytes] that are there already, instead of new ones.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        pool: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.codec: KVCodec = KV_CODECS[layout.codec]()
-        self.pool = _zeros(num_blocks, layout.row_bytes, torch.device(device))
+        self.pool = _zeros(num_blocks, layout.row_bytes, torch.device(device)) if pool is None else pool
         self.first_layer = 0
         self._keys, self._values = self._views(layout.target.num_layers)
 
