@@ -64,6 +64,10 @@ class EngineDeadError(TribladeError):
     error_type = "service_unavailable_error"
 
 
+class WorkerLostError(EngineDeadError):
+    """The process that served a request is gone or leaving, or cannot be reached; another one may serve it."""
+
+
 class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
 
@@ -74,6 +78,10 @@ class BenchError(TribladeError):
 
 class QualityError(TribladeError):
     """A quantized model is further from its original than the user allows."""
+
+
+class WireError(TribladeError):
+    """KV rows that arrived are damaged, cut short, or not the ones that were asked for; nothing was stored of them."""
 
 
 class RequestError(TribladeError):

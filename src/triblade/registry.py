@@ -78,6 +78,26 @@ KV_CODECS = Registry(
     },
 )
 
+# Name -> factory (layout, table or None, dtype of the receiver's cache or None) -> `kv.wire.WireCodec`.
+WIRE_CODECS = Registry(
+    "KV codec on the wire",
+    {
+        "raw": "triblade.kv.wire:RawWire",
+        "int8": "triblade.kv.wire:Int8Wire",
+        "pca-lut": "triblade.kv.wire_pca:PcaLutWire",
+    },
+)
+
+# Name -> a `disagg.links.Connector`, without arguments.
+CONNECTORS = Registry(
+    "connector",
+    {
+        "local": "triblade.disagg.links:LocalConnector",
+        "shm": "triblade.disagg.sockets:UnixConnector",
+        "tcp": "triblade.disagg.sockets:TcpConnector",
+    },
+)
+
 # Steps of a quantization, composed with "+": `awq+gptq`.
 PASSES = Registry(
     "quantization pass",

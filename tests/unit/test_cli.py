@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from triblade import __version__, cli
+from triblade.commands.frame import SamplingFlags
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import ContextLengthError, ModelNotFoundError
@@ -84,7 +85,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
     """Replace the server; the list holds the configurations it was run with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
     module = types.ModuleType("triblade.serve.run")
-    module.serve = lambda engine, server: calls.append((engine, server))  # type: ignore[attr-defined]
+    module.serve = lambda engine, server, start: calls.append((engine, server))  # type: ignore[attr-defined]
+    module.start_engine = lambda server, topology, transfer: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triblade.serve.run", module)
     return calls
 
@@ -156,7 +158,7 @@ def test_generate_from_stdin_with_the_chat_template(
 
 
 def test_sampling_flags_become_sampling_params() -> None:
-    flags = cli.SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
+    flags = SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
     assert flags.params() == SamplingParams(max_tokens=3, temperature=0.5, stop=("a", "b"))
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from triblade import host
 from triblade.config import EngineConfig, cache_dir, forced_isa
@@ -17,7 +20,7 @@ from triblade.engine.attend import AttentionNeeds, StepAttention
 from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.cuda import CudaExecutor, scratch_bytes, why_not_cuda
-from triblade.engine.drafters import Kernels, TargetParts, plan_drafter
+from triblade.engine.drafters import DrafterPlan, Kernels, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
@@ -30,6 +33,7 @@ from triblade.engine.speculation import Speculator, make_policy
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
+from triblade.kv.wire_rotation import rope_identity
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
 from triblade.ops.select import select_backend, select_device
@@ -45,10 +49,36 @@ TOO_LARGE = (
     "or use --kv-cache-dtype int8 or --quantization int4"
 )
 KERNEL_CACHE = "kernels"  # under the folder of downloads
+MakePool = Callable[[int, int], Tensor]  # (number of rows, bytes of a row) -> zeros
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load a model and make an engine of it.
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is decided of an engine before anything is loaded."""
+
+    kernels: Kernels
+    drafter: DrafterPlan | None
+    layout: KVLayout
+    plan: MemoryPlan
+
+
+def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies: int = 1) -> Preparation:
+    """Choose kernels and plan memory, for `copies` engines that share one KV cache's memory.
+
+    Raises:
+        TribladeError: something does not fit, with what to do.
+    """
+    kernels = choose_kernels(config, model, device)
+    drafter = plan_drafter(config, model, kernels=kernels)
+    layout = kv_layout(config, model, kernels == "native", drafter.layers if drafter else None)
+    weight_bytes = _weight_bytes(config, model, kernels) + (drafter.weight_bytes if drafter else 0)
+    plan = plan_for(config, model, layout, copies * weight_bytes, device)
+    layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
+    return Preparation(kernels, drafter, layout, plan)
+
+
+def build_engine(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
+    """Load a model and make an engine of it; `make_pool` gives the memory of its KV rows, where it must be special.
 
     Raises:
         TribladeError: with what is wrong and what to do, before memory is taken where that can be known.
@@ -58,21 +88,21 @@ def build_engine(config: EngineConfig) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(config.threads or host.usable_cores())
     model = open_model(config)
-    return assemble(config, model, device)
+    return assemble(config, model, device, make_pool)
 
 
-def assemble(config: EngineConfig, model: OpenModel, device: torch.device) -> Engine:
+def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_pool: MakePool | None = None) -> Engine:
     """Wire an engine around an opened model."""
-    kernels = choose_kernels(config, model, device)
-    drafter_plan = plan_drafter(config, model, kernels=kernels)
-    layout = kv_layout(config, model, kernels == "native", drafter_plan.layers if drafter_plan else None)
-    weight_bytes = _weight_bytes(config, model, kernels) + (drafter_plan.weight_bytes if drafter_plan else 0)
-    plan = plan_for(config, model, layout, weight_bytes, device)
+    parts = prepare(config, model, device)
+    plan, drafter_plan = parts.plan, parts.drafter
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
     with explained(f"loading {model.name}", device, TOO_LARGE):
-        cache = KVCache(layout, plan.num_kv_blocks, model.dtype, device)
-        target = _load(config, model, kernels, cache, plan.context_length)
+        pool = None
+        if make_pool is not None and device.type == "cpu":
+            pool = make_pool(plan.num_kv_blocks, parts.layout.row_bytes)
+        cache = KVCache(parts.layout, plan.num_kv_blocks, model.dtype, device, pool)
+        target = _load(config, model, parts.kernels, cache, plan.context_length)
         drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)
@@ -242,7 +272,7 @@ def torch_executor(
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
-    """The layout of this engine's KV rows."""
+    """The layout of this engine's KV rows; how keys are rotated is known only when the context length is."""
     return KVLayout(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -252,7 +282,6 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: La
         arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
-        rope=repr(model.config.ropes),
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from triblade.config import EngineConfig, ServerConfig
+from triblade.config import EngineConfig, ServerConfig, TopologyConfig, TransferConfig
 from triblade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +76,21 @@ def bind(config: ServerConfig) -> socket.socket:
             f"cannot listen on port {config.port} of {config.host}: {error.strerror}", hint=hint
         ) from error
     return listener
+
+
+def start_engine(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
+    """What loads the model: into this process, or into workers."""
+    return partial(start_workers, server, topology, transfer) if topology.is_distributed else start_local
+
+
+def start_workers(
+    server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig, config: EngineConfig
+) -> ServedEngine:
+    """Load the model into worker processes."""
+    from triblade.disagg.launch import Deployment
+    from triblade.disagg.launch import start_workers as start
+
+    return start(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
 
 
 def start_local(config: EngineConfig) -> ServedEngine:
