@@ -71,7 +71,7 @@ def milliseconds(kind: str, tokens: int, device: CudaDevice) -> float:
         run()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / ROUNDS
+    return float(begin.elapsed_time(end)) / ROUNDS
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from triblade import console
 from triblade.commands.frame import BENCH_GROUP, INTERRUPTED, EngineFlags, LogLevelFlag, app, print_report
 from triblade.config import BenchConfig, EngineConfig
 from triblade.config.checks import require_at_least
+from triblade.errors import ConfigError
 
 
 @app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")
@@ -80,21 +81,32 @@ def compare(before: Path, after: Path, /) -> None:
     print(comparison_lines(load_result(before), load_result(after)))
 
 
-@app.command(usage="triblade doctor --target MODEL --draft MODEL [OPTIONS]")
+@app.command(usage="triblade doctor [--target MODEL --draft MODEL] [OPTIONS]")
 def doctor(
     *,
-    target: str,
-    draft: str,
+    target: str | None = None,
+    draft: str | None = None,
     probe: bool = True,
+    prefill_workers: int = 1,
+    decode_workers: int = 1,
     log_level: LogLevelFlag = "error",
 ) -> int:
-    """Tell whether a draft model fits its target, and how often it is right; exit code 1 if it does not fit.
+    """Tell which devices or cores should prefill and which decode; or whether a draft model fits, exit code 1 if it does not.
 
     Args:
         target: The model to be served.
         draft: The small model that is to draft for it.
         probe: Also load both and let the draft propose 4 tokens at a time for a few prompts.
+        prefill_workers: Devices wanted for prefill, when no model is given.
+        decode_workers: Devices wanted for decode.
     """
+    if target is None or draft is None:
+        if target != draft:
+            raise ConfigError("doctor compares two models", hint="give --target and --draft, or neither")
+        from triblade.disagg.machine import describe_machine
+
+        print(describe_machine(prefill_workers, decode_workers))
+        return 0
     from triblade.engine.build import build_engine
     from triblade.engine.probe import probe as measure
     from triblade.models.loader import open_model

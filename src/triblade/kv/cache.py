@@ -71,6 +71,11 @@ class KVCache:
         """Keys and values of blocks [S, B], decoded: two tensors [S, B * block_size, G, D]."""
         return self._read(self._keys[layer], block_table), self._read(self._values[layer], block_table)
 
+    def read_encoded(self, layer: int, blocks: Tensor) -> tuple[Encoded, Encoded]:
+        """Keys and values of blocks [N] as they are stored: planes [N * block_size, G, D] or [N * block_size, G]."""
+        keys, values = self._keys[layer], self._values[layer]
+        return tuple(plane.read(blocks) for plane in keys), tuple(plane.read(blocks) for plane in values)
+
     @property
     def stores_vectors(self) -> bool:
         """Whether keys and values lie in the pool as they are, token after token."""
@@ -83,11 +88,6 @@ class KVCache:
         assert isinstance(keys, TokenPlane)
         assert isinstance(values, TokenPlane)
         return keys.vectors, values.vectors
-
-    def read_encoded(self, layer: int, blocks: Tensor) -> tuple[Encoded, Encoded]:
-        """Keys and values of blocks [N] as they are stored: planes [N * block_size, G, D] or [N * block_size, G]."""
-        keys, values = self._keys[layer], self._values[layer]
-        return tuple(plane.read(blocks) for plane in keys), tuple(plane.read(blocks) for plane in values)
 
     def _read(self, planes: tuple[PlaneView, ...], block_table: Tensor) -> Tensor:
         blocks = block_table.flatten()

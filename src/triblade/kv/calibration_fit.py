@@ -18,8 +18,9 @@ from triblade.kv.calibration_lloyd import MAX_BITS, histograms, lloyd_max
 from triblade.kv.calibration_statistics import Moments
 from triblade.kv.wire_table import KVTable, TableModel
 
-# Share of the metric that is made equal in all directions: with few gradients some would seem not to matter at all.
-METRIC_FLOOR = 0.02
+# Share of the metric that is made equal in all directions, since errors of components with a bit or two are not small, and
+# gradients are few. On SmolLM2-135M at 2.5 bits 0.002, 0.02, 0.1, 0.3 and 0.7 give a KL of 5.1, 4.8, 4.7, 4.3 and 4.8e-3.
+METRIC_FLOOR = 0.3
 PRIOR_TOKENS = 1024
 _LEAST_VARIANCE = 1e-12  # of a component, as a share of the largest
 
@@ -41,24 +42,45 @@ class FitOptions:
     exact_last: int = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What tables of any size are made from."""
+
+    mean: Tensor  # [L, 2, C]
+    basis: Tensor  # [L, 2, C, C]
+    spread: Tensor  # [L, 2, C]
+    shares: list[Tensor]  # histograms [C, BINS] of the components of every layer's keys and values
+    errors: Tensor  # [R, MAX_BITS + 1] of all components with 0 .. MAX_BITS bits
+
+
 def fit_table(model: TableModel, moments: Moments, options: FitOptions) -> KVTable:
     """Basis, bits and levels for tokens like those gathered."""
-    metric = moments.metric if options.use_metric else None
+    return table_of(model, analyse(moments, use_metric=options.use_metric), options)
+
+
+def analyse(moments: Moments, *, use_metric: bool) -> Analysis:
+    """Components, and how well any number of bits does for them."""
+    metric = moments.metric if use_metric else None
     basis, spread = _bases(moments.covariance, _plain_metric(moments) if metric is None else metric)
     mean = moments.mean.float()
     shares = [
         histograms(_standardised(moments.sample[i, j].float(), mean[i, j], basis[i, j], spread[i, j]))
         for i, j in _places(mean)
     ]
-    kept = _kept(spread, options.variance)
-    bits = _bits(shares, spread, kept, round(options.bits * mean.numel()))
+    errors = torch.cat([_errors(rows) for rows in shares]) * spread.flatten()[:, None] ** 2
+    return Analysis(mean, basis, spread, shares, errors)
+
+
+def table_of(model: TableModel, found: Analysis, options: FitOptions) -> KVTable:
+    """Bits for the components, and levels."""
+    bits = _bits(found, options)
     return KVTable(
         model=model,
-        mean=mean,
-        basis=basis,
-        spread=spread,
+        mean=found.mean,
+        basis=found.basis,
+        spread=found.spread,
         bits=bits,
-        levels=_levels(shares, bits),
+        levels=_levels(found.shares, bits),
         exact_first=options.exact_first,
         exact_last=options.exact_last,
     )
@@ -121,17 +143,17 @@ def _kept(spread: Tensor, share: float | None) -> Tensor:
     return before < share * variance.sum(-1, keepdim=True)
 
 
-def _bits(shares: list[Tensor], spread: Tensor, kept: Tensor, budget: int) -> Tensor:
+def _bits(found: Analysis, options: FitOptions) -> Tensor:
     """[L, 2, C] uint8."""
-    per_component = torch.cat([_errors(rows) for rows in shares])  # [R, MAX_BITS + 1], in units of the variance
-    errors = (per_component * spread.flatten()[:, None] ** 2).double().numpy()
-    left_out = ~kept.flatten().numpy()
+    errors = found.errors.double().numpy().copy()
+    left_out = ~_kept(found.spread, options.variance).flatten().numpy()
     errors[left_out] = errors[left_out, :1]  # bits would gain nothing
-    return torch.from_numpy(allocate(errors, budget)).view(spread.shape)
+    budget = round(options.bits * found.spread.numel())
+    return torch.from_numpy(allocate(errors, budget)).view(found.spread.shape)
 
 
 def _errors(shares: Tensor) -> Tensor:
-    """Mean squared errors [C, MAX_BITS + 1] with 0 .. MAX_BITS bits; without any the component is rebuilt as its mean, 0."""
+    """Mean squared errors [C, MAX_BITS + 1] in units of the variance; without bits a component is rebuilt as its mean, 0."""
     return torch.stack([torch.ones(len(shares)), *(lloyd_max(shares, bits)[1] for bits in range(1, MAX_BITS + 1))], 1)
 
 

@@ -125,7 +125,7 @@ class DeviceTensors:
         """One piece, in a thread."""
         buffer, stream = self._staging()
         part = buffer[: len(target)]
-        memory, done = memoryview(part.numpy()), 0
+        memory, done = part.numpy().data, 0
         while done < len(target):
             try:
                 count = os.preadv(self._files[entry.path], [memory[done:]], entry.offset + at + done)
