@@ -14,7 +14,9 @@ from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits, sequence
 from tiny import prompt
 
-from triblade.engine.attend import EagerAttention, SdpaAttention
+from triblade.engine.attend import AttentionNeeds, EagerAttention, SdpaAttention
+from triblade.engine.attention_choice import choose_attention
+from triblade.engine.attention_packages import TritonAttention
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
@@ -72,8 +74,12 @@ def test_no_memory_left_is_said_with_what_to_change() -> None:
     assert executor.score([8], with_logits=False).best[0] >= 0
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen2-window", SdpaAttention), ("gemma2", EagerAttention)])
-@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+WAYS = [("qwen2-window", SdpaAttention, codec) for codec in ("bfloat16", "int8")]
+WAYS += [("gemma2", EagerAttention, codec) for codec in ("bfloat16", "int8")]
+WAYS += [(family, TritonAttention, "bfloat16") for family in ("qwen2-window", "gemma2")]
+
+
+@pytest.mark.parametrize(("family", "kind", "codec"), WAYS)
 def test_another_attention(family: str, kind: Any, codec: str) -> None:
     """Prompts in chunks and single tokens, beside the kernels' products."""
     model = cuda_tiny(family)
@@ -107,6 +113,16 @@ def test_prompts_of_many_lengths_in_one_step(codec: str) -> None:
         logits.append(torch.cat(parts))
     ours, expected, rounded = logits
     assert error(ours, expected) < 1.25 * error(rounded, expected) + (1e-2 if codec == "int8" else 0)
+
+
+def test_triton_is_tried_and_taken() -> None:
+    model = cuda_tiny("qwen2")
+    executor = gpu_executor(model)
+    needs = AttentionNeeds(
+        model=config_of(model), dtype=torch.bfloat16, codec="bfloat16", capability=torch.cuda.get_device_capability()
+    )
+    taken = choose_attention("triton", ("triblade", "own"), needs, executor.cache)
+    assert isinstance(taken, TritonAttention)
 
 
 def begun(executor: StepExecutor, count: int) -> list[Request]:
