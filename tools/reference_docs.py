@@ -17,23 +17,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from triblade import cli
-from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
+from triblade import cli  # noqa: F401 - registers every command
+from triblade.commands.frame import SamplingFlags, app
+from triblade.config import (
+    AlignConfig,
+    BenchConfig,
+    ConvertConfig,
+    EngineConfig,
+    KVCalibrateConfig,
+    ServerConfig,
+    TopologyConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
-COMMANDS = {
-    "pull": cli.pull,
-    "generate": cli.generate,
-    "chat": cli.chat,
-    "serve": cli.serve,
-    "eval": cli.evaluate,
-    "convert": cli.convert,
-    "align": cli.align,
-    "doctor": cli.doctor,
-    "version": cli.version,
-}
+COMMANDS = {name: app[name].default_command for name in app if not name.startswith("-")}
 GROUPS = {"EngineFlags": "engine", "Sampling": "sampling", "ServerConfig": "server"}
-GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment"}
+GROUPS |= {"ConvertConfig": "conversion", "AlignConfig": "alignment", "KVCalibrateConfig": "KV table"}
+GROUPS |= {
+    "TopologyConfig": "workers",
+    "WorkerConfig": "worker",
+    "TransferFlags": "transfer",
+    "BenchConfig": "load test",
+}
 INTRODUCTION = """\
 # Command line
 
@@ -42,14 +49,14 @@ Written by `make docs` from the code; change the code, not this page.
 Answers go to standard output; logs, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
 options, 130 interrupted. Every option has the name of a field with dashes (`max_model_len` is `--max-model-len`); a
 switch that is on is turned off with `--no-...`. The model is the first argument or `--model` (`--target` of `align`).
-Every command but `version` takes `--log-level`: `debug`, `info`, `warning` or `error`.
+Every command but `compare` and `version` takes `--log-level`: `debug`, `info`, `warning` or `error`.
 """
 ENVIRONMENT = """\
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `TRIBLADE_API_KEY` | one more API key for `serve` |
+| `TRIBLADE_API_KEY` | one more API key for `serve`; the key that `bench` sends, before `OPENAI_API_KEY` |
 | `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
 | `TRIBLADE_ISA` | instruction set of the native kernels, as `--isa`, which goes before it |
 | `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
@@ -135,10 +142,15 @@ def page() -> str:
     for name, function in COMMANDS.items():
         parts += command(name, function)
     parts += option_table("Engine options", EngineConfig)
-    parts += option_table("Sampling options", cli.SamplingFlags)
+    parts += option_table("Sampling options", SamplingFlags)
     parts += option_table("Server options", ServerConfig)
+    parts += option_table("Workers options", TopologyConfig)
+    parts += option_table("Worker options", WorkerConfig)
+    parts += option_table("Transfer options", TransferConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
+    parts += option_table("Load test options", BenchConfig)
+    parts += option_table("KV table options", KVCalibrateConfig)
     return "\n".join([*parts, ENVIRONMENT])
 
 

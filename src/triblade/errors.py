@@ -64,12 +64,24 @@ class EngineDeadError(TribladeError):
     error_type = "service_unavailable_error"
 
 
+class WorkerLostError(EngineDeadError):
+    """The process that served a request is gone or leaving, or cannot be reached; another one may serve it."""
+
+
 class NumericalError(TribladeError):
     """The model produced logits that are not finite."""
 
 
+class BenchError(TribladeError):
+    """A load test has nothing to report."""
+
+
 class QualityError(TribladeError):
     """A quantized model is further from its original than the user allows."""
+
+
+class WireError(TribladeError):
+    """KV rows that arrived are damaged, cut short, or not the ones that were asked for; nothing was stored of them."""
 
 
 class RequestError(TribladeError):

@@ -78,6 +78,26 @@ KV_CODECS = Registry(
     },
 )
 
+# Name -> factory (layout, table or None, dtype of the receiver's cache or None) -> `kv.wire.WireCodec`.
+WIRE_CODECS = Registry(
+    "KV codec on the wire",
+    {
+        "raw": "triblade.kv.wire:RawWire",
+        "int8": "triblade.kv.wire:Int8Wire",
+        "pca-lut": "triblade.kv.wire_pca:PcaLutWire",
+    },
+)
+
+# Name -> a `disagg.links.Connector`, without arguments.
+CONNECTORS = Registry(
+    "connector",
+    {
+        "local": "triblade.disagg.links:LocalConnector",
+        "shm": "triblade.disagg.sockets:UnixConnector",
+        "tcp": "triblade.disagg.sockets:TcpConnector",
+    },
+)
+
 # Steps of a quantization, composed with "+": `awq+gptq`.
 PASSES = Registry(
     "quantization pass",
@@ -93,7 +113,7 @@ PASSES = Registry(
     },
 )
 
-# Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
+# Name -> function (config, model, kernels) -> `engine.drafters.DrafterPlan`.
 DRAFTERS = Registry(
     "drafter",
     {
@@ -101,6 +121,18 @@ DRAFTERS = Registry(
         "draft": "triblade.engine.draft_plans:draft_model",
         "self": "triblade.engine.draft_plans:self_draft",
         "eagle": "triblade.engine.eagle:eagle_head",
+    },
+)
+
+# Name -> class (cache, model) -> `engine.attend.StepAttention`; see `engine.attention_choice.AttentionKind`.
+ATTENTION_BACKENDS = Registry(
+    "attention backend",
+    {
+        "flash_attn": "triblade.engine.attention_packages:FlashAttention",
+        "flashinfer": "triblade.engine.attention_packages:FlashInfer",
+        "triton": "triblade.engine.attention_packages:TritonAttention",
+        "sdpa": "triblade.engine.attend:SdpaAttention",
+        "eager": "triblade.engine.attend:EagerAttention",
     },
 )
 

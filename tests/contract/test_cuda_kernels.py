@@ -470,7 +470,7 @@ def test_drawn_tokens(device: EmulatedDevice) -> None:
         Draw(seed, n, p.temperature, p.min_p) if p.temperature else GREEDY
         for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
     ]
-    write_draws(columns, draws)
+    write_draws(columns, enumerate(draws))
     kernels.draw_token(logits, vocabulary, torch.from_numpy(columns), best)
     assert best[3] == -1
     expected[3] = -1

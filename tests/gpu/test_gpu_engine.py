@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from cuda_models import cuda_tiny
+from cuda_models import config_of, cuda_tiny
 from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits, sequence
 from tiny import prompt
 
+from triblade.engine.attend import AttentionNeeds, EagerAttention, SdpaAttention
+from triblade.engine.attention_choice import choose_attention
+from triblade.engine.attention_packages import TritonAttention
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
+from triblade.errors import MemoryBudgetError
 
 pytestmark = pytest.mark.gpu
 IDS = prompt(60)
@@ -37,6 +42,53 @@ def test_every_family(family: str, codec: str) -> None:
     rounded = error(all_logits(gpu_reference(model, torch.bfloat16), IDS), expected)
     for chunk in (None, 11):
         ours = error(all_logits(gpu_executor(model, codec), IDS, chunk), expected)
+        assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
+
+
+def test_float16() -> None:
+    model = cuda_tiny("qwen2")
+    expected = all_logits(gpu_reference(model, torch.float32), IDS)
+    executor = gpu_executor(model, "float16", dtype=torch.float16)
+    for chunk in (None, 11):
+        assert error(all_logits(executor, IDS, chunk), expected) < 6e-3
+
+
+def test_no_memory_left_is_said_with_what_to_change() -> None:
+    """The step of a prompt that is too long for what is left, after which others still run."""
+    model = cuda_tiny("qwen2")
+    executor = gpu_executor(model, num_blocks=6000)
+    executor.warm_up(1, 64)
+    request = sequence(0, prompt(90_000))
+    request.block_table = array("i", range(6000))
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 16 * 2**20) / total)
+    try:
+        with pytest.raises(
+            MemoryBudgetError, match=r"(?s)computing a step of 90000 tokens.*lower --max-num-batched-tokens"
+        ):
+            executor.forward([ScheduledRequest.next(request, 90_000)])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    executor.forward([ScheduledRequest.next(sequence(1, prompt(9)), 9)])
+    assert executor.score([8], with_logits=False).best[0] >= 0
+
+
+WAYS = [("qwen2-window", SdpaAttention, codec) for codec in ("bfloat16", "int8")]
+WAYS += [("gemma2", EagerAttention, codec) for codec in ("bfloat16", "int8")]
+WAYS += [(family, TritonAttention, "bfloat16") for family in ("qwen2-window", "gemma2")]
+
+
+@pytest.mark.parametrize(("family", "kind", "codec"), WAYS)
+def test_another_attention(family: str, kind: Any, codec: str) -> None:
+    """Prompts in chunks and single tokens, beside the kernels' products."""
+    model = cuda_tiny(family)
+    expected = all_logits(gpu_reference(model, torch.float32), IDS)
+    rounded = error(all_logits(gpu_reference(model, torch.bfloat16), IDS), expected)
+    executor = gpu_executor(model, codec)
+    executor.attend_by(kind(executor.cache, config_of(model)))
+    for chunk in (11, 1):
+        ours = error(all_logits(executor, IDS, chunk), expected)
         assert ours < 1.25 * rounded + (1e-2 if codec == "int8" else 0)
 
 
@@ -61,6 +113,16 @@ def test_prompts_of_many_lengths_in_one_step(codec: str) -> None:
         logits.append(torch.cat(parts))
     ours, expected, rounded = logits
     assert error(ours, expected) < 1.25 * error(rounded, expected) + (1e-2 if codec == "int8" else 0)
+
+
+def test_triton_is_tried_and_taken() -> None:
+    model = cuda_tiny("qwen2")
+    executor = gpu_executor(model)
+    needs = AttentionNeeds(
+        model=config_of(model), dtype=torch.bfloat16, codec="bfloat16", capability=torch.cuda.get_device_capability()
+    )
+    taken = choose_attention("triton", ("triblade", "own"), needs, executor.cache)
+    assert isinstance(taken, TritonAttention)
 
 
 def begun(executor: StepExecutor, count: int) -> list[Request]:

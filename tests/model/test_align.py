@@ -17,7 +17,6 @@ from tiny_folders import tiny_folder
 from triblade import cli
 from triblade.config import AlignConfig, EngineConfig, from_mapping
 from triblade.errors import ConfigError
-from triblade.llm import EngineWriter
 from triblade.models.decoder import DenseAttend
 from triblade.models.loader import open_model
 from triblade.spec.align import run
@@ -38,6 +37,7 @@ from triblade.spec.align.text import (
 from triblade.spec.align.trainer import Trainer, batch_order
 from triblade.spec.align.writer import BatchWriter
 from triblade.spec.eagle_files import load_eagle
+from triblade.writing import EngineWriter
 
 TEMPLATE = "{% for m in messages %}w5 w6 {{ m['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w7 {% endif %}"
 PROMPTS = [[3, 4, 5], [9], [7, 7, 8, 9, 10, 11], [20, 21]]

@@ -378,7 +378,7 @@ def test_a_second_budget_estimates_nothing(
 ) -> None:
     budget = replace(config, average_bits=5.2, sensitivity=tmp_path / "losses.json")
     first = convert(budget)
-    monkeypatch.delattr("triblade.quant.convert.estimate_losses")
+    monkeypatch.delattr("triblade.quant.convert_inputs.estimate_losses")
     again = convert(replace(budget, output=tmp_path / "again"))
     assert files(config.output) == files(tmp_path / "again")
     more = convert(replace(budget, output=tmp_path / "more", average_bits=6.5))

@@ -64,6 +64,16 @@ def test_without_max_tokens_up_to_the_context(llm: LLM) -> None:  # C37
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    prompts, each = [IDS, IDS[:3]], [SamplingParams(max_tokens=2, seed=7), SamplingParams(max_tokens=5, seed=1)]
+    together = [completion.token_ids for (completion,) in llm.generate(prompts, each)]
+    alone = [llm.generate([prompt], params)[0][0] for prompt, params in zip(prompts, each, strict=True)]
+    assert together == [completion.token_ids for completion in alone]
+    with pytest.raises(RequestError, match="2 sampling parameters for 1 prompts"):
+        llm.generate(prompts[:1], each)
+    llm.engine.check_idle()
+
+
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:
     completion = one(llm)
     assert completion.text.strip() == " ".join(f"w{token}" for token in completion.token_ids)

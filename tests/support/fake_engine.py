@@ -107,7 +107,7 @@ class FakeEngine:
 
     def check(self) -> None:
         self.pool.check(list(self.scheduler.owned_blocks()))
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
+        for request in (*self.scheduler.running, *self.scheduler.receiving, *self.scheduler.waiting):
             assert request.num_computed_tokens <= request.num_tokens
             assert len(request.block_table) * self.block_size >= request.num_computed_tokens
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from triblade import __version__, cli
+from triblade.commands.frame import SamplingFlags
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import ContextLengthError, ModelNotFoundError
@@ -84,7 +85,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
     """Replace the server; the list holds the configurations it was run with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
     module = types.ModuleType("triblade.serve.run")
-    module.serve = lambda engine, server: calls.append((engine, server))  # type: ignore[attr-defined]
+    module.serve = lambda engine, server, start: calls.append((engine, server))  # type: ignore[attr-defined]
+    module.start_engine = lambda server, topology, transfer: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triblade.serve.run", module)
     return calls
 
@@ -156,7 +158,7 @@ def test_generate_from_stdin_with_the_chat_template(
 
 
 def test_sampling_flags_become_sampling_params() -> None:
-    flags = cli.SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
+    flags = SamplingFlags(max_tokens=3, temperature=0.5, stop=("a", "b"))
     assert flags.params() == SamplingParams(max_tokens=3, temperature=0.5, stop=("a", "b"))
 
 
@@ -263,7 +265,7 @@ def test_flags_of_long_runs_make_their_configuration(
     module = types.ModuleType("stand-in")
     module.convert = module.align_head = lambda config: seen.append(config) or SamplingParams()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triblade.quant.convert", module)
-    monkeypatch.setitem(sys.modules, "triblade.llm", module)
+    monkeypatch.setitem(sys.modules, "triblade.writing", module)
     assert cli.main([command, "m", "--output", "o", "--bits", "8", "--resume", "--threads", "2"]) == 0
     assert seen == [config]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from triblade import cli
+from triblade.commands.frame import app
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
@@ -55,5 +55,5 @@ def test_readme_commands_exist() -> None:
     used = {match[1] for line in lines if (match := re.match(r"triblade ([a-z]+)", line))}
     targets = {match[1] for line in lines if (match := re.match(r"make ([a-z]+)", line))}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert {"pull", "generate", "serve"} <= used <= set(cli.app)
+    assert {"pull", "generate", "serve"} <= used <= set(app)
     assert {"demo", "test"} <= targets <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))

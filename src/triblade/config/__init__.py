@@ -6,24 +6,34 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 
 from __future__ import annotations
 
+from triblade.config.bench import BenchConfig
+from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
-from triblade.config.environment import cache_dir, forced_isa, offline, with_environment
-from triblade.config.mapping import from_mapping, from_toml
-from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig
+from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
+from triblade.config.mapping import from_mapping, from_toml, to_flags
+from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
+from triblade.config.worker import WorkerConfig
 
 __all__ = [
     "AlignConfig",
+    "BenchConfig",
     "BiasMode",
     "ConvertConfig",
     "DType",
     "EngineConfig",
+    "KVCalibrateConfig",
     "LogLevel",
     "ServerConfig",
+    "TopologyConfig",
+    "TransferConfig",
+    "WorkerConfig",
     "cache_dir",
+    "client_api_key",
     "forced_isa",
     "from_mapping",
     "from_toml",
     "offline",
+    "to_flags",
     "with_environment",
 ]

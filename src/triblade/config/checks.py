@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from triblade.errors import ConfigError
 
 
@@ -13,3 +15,13 @@ def require_at_least(name: str, value: float | None, least: int) -> None:
     """
     if value is not None and value < least:
         raise ConfigError(f"{name} must be at least {least}, got: {value}", param=name)
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """None means "not given" and passes.
+
+    Raises:
+        ConfigError: `value` is zero, negative or not finite.
+    """
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be a positive number, got: {value}", param=name)

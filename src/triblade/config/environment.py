@@ -19,6 +19,11 @@ def with_environment(config: ServerConfig) -> ServerConfig:
     return replace(config, api_key=(*config.api_key, key)) if key else config
 
 
+def client_api_key() -> str | None:
+    """The key to send to a server: TRIBLADE_API_KEY, else OPENAI_API_KEY."""
+    return os.environ.get("TRIBLADE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+
+
 def cache_dir() -> Path:
     """Where downloads are kept: TRIBLADE_CACHE, else triblade/ under XDG_CACHE_HOME, ~/.cache or the temporary folder."""
     if explicit := os.environ.get("TRIBLADE_CACHE"):

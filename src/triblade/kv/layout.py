@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 ALIGNMENT_BYTES = 64
 TILE_TOKENS = 16
+# Fields that say what rows mean; the others say how they are stored.
+CONTENT_FIELDS = ("num_layers", "num_kv_heads", "head_dim", "block_size", "model_hash", "rope")
 
 Arrangement = Literal["tokens", "tiles"]
 
@@ -111,6 +113,20 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Identity of everything a receiver of rows must agree on (hex)."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def content_fingerprint(self) -> str:
+        """Identity of what the rows mean, however they are encoded (hex): for senders and receivers that encode for themselves."""
+        content = {name: getattr(self, name) for name in CONTENT_FIELDS}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: KVLayout, *, content_only: bool = False) -> str | None:
+        """The first field in which two layouts differ, as `name: mine, theirs`; None if they may exchange rows (or content)."""
+        names = CONTENT_FIELDS if content_only else tuple(field.name for field in fields(self))
+        for name in names:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine!r}, {theirs!r}"
+        return None
 
     def _specs(self) -> tuple[PlaneSpec, ...]:
         """Keys and values alternate, so that equal item sizes lie together."""

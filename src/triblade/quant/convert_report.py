@@ -5,17 +5,16 @@ The page is one file without scripts or outside references; plots are SVG. Knows
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from triblade.page import page, plot, section, table
+
 PRODUCTS = ("qkv", "output", "gate_up", "down")
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by people who see colours differently, too
 OUTLIER = 5.0  # times the median error of a product
 FEW_BITS = 4.2
-WIDTH, HEIGHT, MARGIN = 720, 220, 46
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,23 +92,20 @@ def report_page(report: ConvertReport) -> str:
     sections = [_summary(report)]
     series = {p: [layer["errors"].get(p) for layer in report.layers] for p in PRODUCTS}
     if any(value for values in series.values() for value in values):
-        sections.append("<h2>Output error of each product, by layer</h2>" + _plot(series))
+        sections.append(section("Output error of each product, by layer", _by_layer(series, "error")))
     drifts = [layer["drift"] for layer in report.layers]
     if any(drifts):
-        sections.append("<h2>Distance of the hidden states from the original, by layer</h2>" + _plot({"drift": drifts}))
-    sections += ["<h2>Layers</h2>" + _layers(report)]
+        heading = "Distance of the hidden states from the original, by layer"
+        sections.append(section(heading, _by_layer({"drift": drifts}, "distance")))
+    sections.append(section("Layers", _layers(report)))
     if report.samples:
-        sections.append("<h2>Before and after</h2>" + _samples(report))
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
-        "table{border-collapse:collapse;font-size:13px}td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd;text-align:left}"
-        "svg text{font-size:11px;fill:#444}.wide{overflow-x:auto}"
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{_text(report.model)}: quantization</title><style>{style}</style></head><body>"
-        f"<h1>{_text(report.model)}</h1>{''.join(sections)}</body></html>\n"
-    )
+        sections.append(section("Before and after", table(["prompt", "original", "quantized"], report.samples)))
+    return page(f"{report.model}: quantization", sections)
+
+
+def _by_layer(series: Mapping[str, Sequence[float | None]], label: str) -> str:
+    lines = {name: [(i, v) for i, v in enumerate(values) if v is not None] for name, values in series.items()}
+    return plot(lines, x_label="layer", y_label=label)
 
 
 def _summary(report: ConvertReport) -> str:
@@ -133,7 +129,7 @@ def _summary(report: ConvertReport) -> str:
             ("KL", f"{q['kl']:.4f} nats per token"),
             ("top-1 agreement", f"{q['top1_agreement']:.1%}"),
         ]
-    return _table([], rows)
+    return table([], rows)
 
 
 def _layers(report: ConvertReport) -> str:
@@ -142,40 +138,4 @@ def _layers(report: ConvertReport) -> str:
         schemes = ", ".join(dict.fromkeys(layer["schemes"].values()))
         errors = [f"{layer['errors'][p]:.2e}" if p in layer["errors"] else "" for p in PRODUCTS]
         rows.append((str(index), schemes, *errors, f"{layer['seconds']:.1f}"))
-    return _table(["layer", "scheme", *PRODUCTS, "s"], rows)
-
-
-def _samples(report: ConvertReport) -> str:
-    return _table(["prompt", "original", "quantized"], report.samples)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table>{f"<tr>{top}</tr>" if head else ""}{body}</table></div>'
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
-
-
-def _plot(series: Mapping[str, Sequence[float | None]]) -> str:
-    """Lines over layers from zero to the largest value, with a legend."""
-    top = max((value for values in series.values() for value in values if value is not None), default=0.0) or 1.0
-    count = max(len(values) for values in series.values())
-
-    def point(index: int, value: float) -> str:
-        x = MARGIN + (WIDTH - 2 * MARGIN) * index / max(1, count - 1)
-        return f"{x:.1f},{HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * value / top:.1f}"
-
-    parts = []
-    for number, (name, values) in enumerate(series.items()):
-        color = COLORS[number % len(COLORS)]
-        points = " ".join(point(i, v) for i, v in enumerate(values) if v is not None)
-        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{points}"/>')
-        parts.append(f'<text x="{MARGIN + 110 * number}" y="16" style="fill:{color}">{_text(name)}</text>')
-    base = HEIGHT - MARGIN
-    axis = f'<path d="M{MARGIN} {MARGIN}V{base}H{WIDTH - MARGIN}" fill="none" stroke="#999"/>'
-    ticks = f'<text x="2" y="{MARGIN + 4}">{top:.2g}</text><text x="{MARGIN - 12}" y="{base}">0</text>'
-    labels = f'<text x="{MARGIN}" y="{base + 16}">0</text><text x="{WIDTH - MARGIN - 40}" y="{base + 16}">layer {count - 1}</text>'
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{axis}{ticks}{labels}{"".join(parts)}</svg>'
+    return table(["layer", "scheme", *PRODUCTS, "s"], rows)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from triblade.config import EngineConfig, ServerConfig
+from triblade.config import EngineConfig, ServerConfig, TopologyConfig, TransferConfig
 from triblade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,6 +75,19 @@ def bind(config: ServerConfig) -> socket.socket:
             f"cannot listen on port {config.port} of {config.host}: {error.strerror}", hint=hint
         ) from error
     return listener
+
+
+def start_engine(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
+    """What loads the model: into this process, or into workers."""
+    if not topology.is_distributed:
+        return start_local
+
+    def start(config: EngineConfig) -> ServedEngine:
+        from triblade.disagg.launch import Deployment, start_workers
+
+        return start_workers(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
+
+    return start
 
 
 def start_local(config: EngineConfig) -> ServedEngine:

@@ -1,7 +1,7 @@
 """Writing text with a dense model, many sequences in lock step: for devices that are wide and where no engine is faster.
 
 All sequences compute position t together; a prompt is read one token a step as well. Those that are finished are thrown out when
-enough have gathered. Knows no chat: prompts are token ids. `Writer` is the seam; an engine is another one (see `triblade.llm`).
+enough have gathered. Knows no chat: prompts are token ids. `Writer` is the seam; an engine is another one (see `triblade.writing`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""What a target and its machine do during a load test, read a few times per second: gauges, memory, processor, accelerator.
+
+A figure that cannot be read is left out; nothing here can fail a test. Memory and processor time are those of one process and its
+children: this one for an engine in it, `--server-pid` for a server on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from triblade.bench.accelerators import Accelerator, accelerators
+from triblade.bench.target import COUNTERS, GAUGES, Target
+
+PERIOD_S = 0.5
+MIB = 1024 * 1024
+
+
+@dataclass(eq=False)
+class Watch:
+    """Readings of one run."""
+
+    target: Target
+    process: psutil.Process | None = None
+    highest: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum and number of readings
+    _children: dict[int, psutil.Process] = field(default_factory=dict)
+    _before: Mapping[str, float] = field(default_factory=dict)
+    _after: Mapping[str, float] = field(default_factory=dict)
+
+    async def begin(self) -> None:
+        """Note the counters before the test."""
+        self._before = await self.target.readings()
+        self._note_processes()  # the first reading of a processor's use only starts its clock
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        with accelerators() as devices:
+            while True:
+                await asyncio.sleep(PERIOD_S)
+                await self.read(devices)
+
+    async def end(self) -> None:
+        """Note the counters after it."""
+        self._after = await self.target.readings()
+
+    def figures(self) -> dict[str, float]:
+        """Increase of the counters, highest gauges, mean use of processor and accelerator, and what follows from them."""
+        grown = {name: self._after[name] - self._before.get(name, 0.0) for name in COUNTERS if name in self._after}
+        found = {name.removesuffix("_total"): value for name, value in grown.items()}
+        found |= {f"peak_{name}": value for name, value in self.highest.items()}
+        found |= {f"mean_{name}": total / count for name, (total, count) in self.sums.items()}
+        drafted, drafts = found.get("spec_decode_num_draft_tokens"), found.get("spec_decode_num_drafts")
+        accepted = found.get("spec_decode_num_accepted_tokens", 0.0)
+        if drafted and drafts:
+            found["acceptance_rate"] = accepted / drafted
+            found["mean_accepted_length"] = 1 + accepted / drafts
+        return found
+
+    async def read(self, devices: list[Accelerator]) -> None:
+        """Take one reading."""
+        readings = await self.target.readings()
+        for name in GAUGES:
+            if name in readings:
+                self._note_highest(name, readings[name])
+        found = self._note_processes()
+        if found is not None:
+            memory_bytes, cores = found
+            self._note_highest("memory_mib", memory_bytes / MIB)
+            self._note_mean("cpu_cores", cores)
+        for device in devices:
+            self._note_highest("device_memory_mib", device.memory_mib())
+            self._note_mean("device_utilization", device.utilization())
+
+    def _note_processes(self) -> tuple[int, float] | None:
+        """Resident bytes and busy cores of the process and its children, since the last call; None without a process."""
+        if self.process is None:
+            return None
+        memory_bytes, percent = 0, 0.0
+        try:
+            for child in self.process.children(recursive=True):
+                self._children.setdefault(child.pid, child)  # a process object remembers its own last reading
+            for process in (self.process, *self._children.values()):
+                if process.is_running():
+                    memory_bytes += process.memory_info().rss
+                    percent += process.cpu_percent()
+        except psutil.Error:  # one of them has just ended
+            pass
+        return memory_bytes, percent / 100
+
+    def _note_highest(self, name: str, value: float) -> None:
+        self.highest[name] = max(value, self.highest.get(name, value))
+
+    def _note_mean(self, name: str, value: float) -> None:
+        total, count = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (total + value, count + 1)

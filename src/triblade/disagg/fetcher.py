@@ -1,0 +1,326 @@
+"""The decode worker's end: prefill workers by address, who of them is asked, and what comes back. Knows no engine and no cache.
+
+Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
+much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
+is told exactly once, whatever happens: the peer's word, its loss, or silence for `timeout_s`; a cancelled one ends without a
+word.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from triblade.disagg.frames import Message
+from triblade.disagg.links import Connector, Link
+from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
+from triblade.errors import WireError
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+REDIAL_S = 1.0
+REDIAL_REFUSED_S = 60.0
+SILENCE_S = 10.0  # prefill workers say how busy they are much more often
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Rows or an end; rows by reference lie in the pool of `link`'s peer."""
+
+    message: Rows | End
+    link: Link | None = None
+
+
+class KVConnector(Protocol):
+    """Where a decode engine gets rows from."""
+
+    def accepts(self, num_tokens: int) -> bool:
+        """Whether somebody is there and not too busy to compute so many tokens."""
+        ...
+
+    def fetch(self, request: Fetch) -> None:
+        """Ask for rows; what comes of it is told by `poll`."""
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Nothing of this transfer is wanted any more, or it is over."""
+        ...
+
+    def poll(self) -> Arrival | None:
+        """What came, in order."""
+        ...
+
+    def close(self) -> None:
+        """Leave all peers."""
+        ...
+
+
+class Terms(Protocol):
+    """What a decode worker asks of its peers."""
+
+    def hello(self) -> Hello:
+        """What it says of itself."""
+        ...
+
+    def check(self, link: Link, hello: Hello) -> None:
+        """Raises:
+        WireError: a peer that says this of itself is of no use.
+        """
+        ...
+
+    def use(self, link: Link, table: Table) -> None:
+        """Raises:
+        WireError: a peer that encodes with this is of no use.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A transfer that the engine has not left yet."""
+
+    peer: _Peer
+    attempt: int
+    left_tokens: int
+    deadline_s: float
+    is_over: bool = False  # its end was told
+
+
+class Fetcher:
+    """Implements `KVConnector` over links to prefill workers.
+
+    Args:
+        connector: the way.
+        addresses: of the prefill workers.
+        terms: checks them.
+        notify: called from any thread when `poll` has something.
+        max_backlog: tokens that may wait at a peer.
+        timeout_s: of transfers, since their last row.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        addresses: Sequence[str],
+        terms: Terms,
+        notify: Callable[[], None],
+        *,
+        max_backlog: int,
+        timeout_s: float,
+    ) -> None:
+        self.terms = terms
+        self._connector = connector
+        self._notify = notify
+        self._max_backlog, self._timeout_s = max_backlog, timeout_s
+        self._lock = threading.RLock()
+        self._peers = [_Peer(self, address) for address in addresses]
+        self._open: dict[int, _Open] = {}
+        self._arrivals: deque[Arrival] = deque()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._tend, name="triblade-fetcher", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_ready(self) -> int:
+        """Peers that can be asked."""
+        return sum(peer.is_ready for peer in self._peers)
+
+    @property
+    def states(self) -> list[State]:
+        """What the peers that are there said of themselves last."""
+        return [peer.state for peer in self._peers if peer.is_ready]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why peers are of no use."""
+        return [peer.refusal for peer in self._peers if peer.refusal is not None]
+
+    def accepts(self, num_tokens: int) -> bool:
+        """See `KVConnector`."""
+        peer = self._least_busy()
+        return peer is not None and peer.backlog_tokens + num_tokens <= self._max_backlog
+
+    def fetch(self, request: Fetch) -> None:
+        """See `KVConnector`."""
+        tokens = len(request.payload) // 4 - 1 - request.first_token
+        with self._lock:
+            peer = self._least_busy()
+            if peer is None:
+                self._tell(Arrival(End(transfer=request.transfer, attempt=request.attempt, error="no prefill worker")))
+                return
+            peer.own_tokens += tokens
+            self._open[request.transfer] = _Open(peer, request.attempt, tokens, time.monotonic() + self._timeout_s)
+        peer.send(request)
+
+    def cancel(self, transfer: int) -> None:
+        """See `KVConnector`."""
+        with self._lock:
+            found = self._forget(transfer)
+        if found is not None:
+            found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
+
+    def poll(self) -> Arrival | None:
+        """See `KVConnector`."""
+        try:
+            return self._arrivals.popleft()
+        except IndexError:
+            return None
+
+    def close(self) -> None:
+        """See `KVConnector`."""
+        self._closed.set()
+        self._thread.join()
+        for peer in self._peers:
+            peer.leave()
+
+    def arrived(self, peer: _Peer, link: Link, message: Rows | End) -> None:
+        """A peer sent rows or an end."""
+        with self._lock:
+            found = self._open.get(message.transfer)
+            if found is None or found.is_over or found.peer is not peer or found.attempt != message.attempt:
+                return  # late, or twice
+            if isinstance(message, End):
+                found.is_over = True
+            else:
+                count = min(found.left_tokens, message.num_tokens)
+                found.left_tokens -= count
+                peer.own_tokens -= count
+                found.deadline_s = time.monotonic() + self._timeout_s
+            self._tell(Arrival(message, link))
+
+    def lost(self, peer: _Peer, reason: str) -> None:
+        """A peer is gone: so are its transfers."""
+        with self._lock:
+            self._end_where(lambda found: found.peer is peer, f"prefill worker lost: {reason}")
+
+    def _least_busy(self) -> _Peer | None:
+        return min((peer for peer in self._peers if peer.is_ready), key=lambda p: p.backlog_tokens, default=None)
+
+    def _forget(self, transfer: int) -> _Open | None:
+        found = self._open.pop(transfer, None)
+        if found is not None:
+            found.peer.own_tokens -= found.left_tokens
+        return found
+
+    def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
+        for transfer, found in self._open.items():
+            if found.is_over or not is_over(found):
+                continue
+            found.is_over = True
+            self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
+
+    def _tell(self, arrival: Arrival) -> None:
+        self._arrivals.append(arrival)
+        self._notify()
+
+    def _tend(self) -> None:
+        """Dial, and end what takes too long."""
+        while not self._closed.wait(TICK_S):
+            now = time.monotonic()
+            for peer in self._peers:
+                peer.tend(self._connector, now)
+            with self._lock:
+                self._end_where(lambda found: found.deadline_s < now, f"no rows for {self._timeout_s:g} s")  # noqa: B023
+
+
+class _Peer:
+    """One prefill worker; the receiver of its link."""
+
+    def __init__(self, fetcher: Fetcher, address: str) -> None:
+        self.address = address
+        self.state = State(backlog_tokens=0)
+        self.own_tokens = 0  # asked for and not come
+        self.is_ready = False
+        self.refusal: str | None = None
+        self._fetcher = fetcher
+        self._link: Link | None = None
+        self._next_dial_s = 0.0
+        self._last_word_s = 0.0
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens that wait there, as far as known: its own word is a little old."""
+        return max(self.state.backlog_tokens, self.own_tokens)
+
+    def send(self, message: Message) -> None:
+        """To a peer that is gone, nothing is sent."""
+        link = self._link
+        if link is not None:
+            link.send(message)
+
+    def leave(self) -> None:
+        """Break the link."""
+        link = self._link
+        if link is not None:
+            link.close()
+            link.join()
+
+    def tend(self, connector: Connector, now: float) -> None:
+        """Dial when it is time; hang up on who is silent."""
+        if self._link is not None:
+            if now - self._last_word_s > SILENCE_S:
+                log.warning("prefill worker %s has been silent for %g s", self.address, SILENCE_S)
+                self._link.close()
+            return
+        if now < self._next_dial_s:
+            return
+        self._next_dial_s = now + REDIAL_S
+        try:
+            link = connector.connect(self.address)
+        except OSError as error:
+            log.debug("prefill worker %s: %s", self.address, error)
+            return
+        self._link, self._last_word_s = link, now
+        link.start(self)
+        link.send(self._fetcher.terms.hello())
+
+    def received(self, link: Link, message: Message) -> None:
+        """See `links.Receiver`."""
+        self._last_word_s = time.monotonic()
+        if isinstance(message, Rows | End):
+            self._fetcher.arrived(self, link, message)
+        elif isinstance(message, State):
+            self.state = message
+        elif isinstance(message, Hello | Table):
+            self._greeted(link, message)
+        elif isinstance(message, Refusal):
+            self._refused(link, message.reason)
+
+    def writable(self, link: Link) -> None:
+        """See `links.Receiver`."""
+
+    def lost(self, link: Link, reason: str) -> None:
+        """See `links.Receiver`."""
+        was_ready, self.is_ready, self._link = self.is_ready, False, None
+        if link.file is not None:
+            os.close(link.file)
+        if was_ready:
+            log.warning("prefill worker %s lost: %s", self.address, reason)
+        self._fetcher.lost(self, reason)
+
+    def _greeted(self, link: Link, message: Hello | Table) -> None:
+        try:
+            if isinstance(message, Table):
+                self._fetcher.terms.use(link, message)
+                return
+            self._fetcher.terms.check(link, message)
+        except WireError as error:
+            link.send(Refusal(reason=error.message))
+            self._refused(link, error.message)
+            return
+        self.refusal, self.is_ready = None, True
+        log.info("prefill worker %s is ready", self.address)
+
+    def _refused(self, link: Link, reason: str) -> None:
+        if self.refusal != reason:
+            log.error("prefill worker %s cannot be used: %s", self.address, reason)
+        self.refusal = reason
+        self._next_dial_s = time.monotonic() + REDIAL_REFUSED_S
+        link.close()

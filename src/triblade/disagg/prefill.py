@@ -1,0 +1,363 @@
+"""A prefill worker: an engine that computes prompts for others and sends their rows. Knows links, no transport and no HTTP.
+
+Life of a job: Fetch -> a request over all tokens but the last, which samples none -> after every step its finished blocks go out
+as Rows, while the next chunk is computed -> the last ones and End -> its blocks are released. Rows by value are copies, so they
+owe nobody anything; rows by reference are leased: their blocks are retained until the reader has `Taken` them, or the lease
+expires. What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
+
+One thread owns the engine; links only put what they hear into its inbox. Invariant: every Fetch ends in exactly one End, unless
+it was cancelled or its link is gone, and then nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from triblade.config import TransferConfig
+from triblade.disagg import shared_rows
+from triblade.disagg.codecs import Encode, Sender
+from triblade.disagg.frames import Message
+from triblade.disagg.identity import canary, described, layout_from, why_not
+from triblade.disagg.links import Link
+from triblade.disagg.shared_rows import SharedPool
+from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
+from triblade.engine.engine import Engine
+from triblade.engine.outputs import FinishReason, RequestOutput
+from triblade.engine.request import Request
+from triblade.errors import TribladeError, WireError
+from triblade.kv.wire import WireSpan
+from triblade.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+ROWS_TOKENS = 64  # of one message: a decode worker stores it between two steps
+MAX_UNSENT_BYTES = 16 << 20  # of a link; more is not encoded yet
+STATE_INTERVAL_S = 0.25
+GRACE_S = 1.0  # between the end of a lease as the reader knows it and the reuse of its blocks
+LEAST_CHUNK_TOKENS = 16
+MAX_FAULTS_IN_A_ROW = 3
+COMPUTE_ONLY = SamplingParams(max_tokens=0, temperature=0.0)
+
+Heard = tuple[Link, Message | None]  # None: the link is lost; a message without a link: look around
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Blocks that a peer reads."""
+
+    stop: int  # tokens of the request that end there
+    blocks: list[int]
+    expires_s: float
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Who gets rows over a link."""
+
+    sender: Sender
+    by_reference: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A transfer as the prefill worker sees it."""
+
+    link: Link
+    fetch: Fetch
+    request: Request
+    stop: int  # tokens to compute
+    sent: int  # tokens whose rows are with the peer
+    progress_s: float
+    encode: Encode
+    leases: deque[_Lease] = field(default_factory=deque)
+    has_ended: bool = False  # its End is sent; only leases are left
+
+    @property
+    def key(self) -> tuple[Link, int, int]:
+        return (self.link, self.fetch.transfer, self.fetch.attempt)
+
+
+class PrefillService:
+    """Serves fetches with an engine, in a thread of its own.
+
+    Args:
+        engine: computes.
+        config: codec and leases.
+        pool: the memory of the engine's rows, if readers may have it.
+    """
+
+    def __init__(self, engine: Engine, config: TransferConfig, pool: SharedPool | None = None) -> None:
+        self.engine = engine
+        self._cache = engine.runner.executor.cache
+        self._config = config
+        Sender(config, self._cache.layout, self._cache.layout)  # fails now where it would with every peer
+        self._pool = pool if config.wire_codec == "raw" else None
+        self._lease_s = config.lease_s
+        self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
+        self._links: dict[Link, _Reader] = {}  # greeted ones
+        self._jobs: dict[tuple[Link, int, int], _Job] = {}
+        self._state = State(backlog_tokens=0)
+        self._num_expired = self._num_faults = 0
+        self._next_state_s = 0.0
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_jobs(self) -> int:
+        """Transfers that are not over, leases included."""
+        return len(self._jobs)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def accept(self, link: Link) -> None:
+        """Serve a new link."""
+        link.start(self)
+
+    def received(self, link: Link, message: Message) -> None:
+        """See `links.Receiver`."""
+        self._inbox.put((link, message))
+
+    def writable(self, link: Link) -> None:
+        """See `links.Receiver`."""
+        self._inbox.put((link, State(backlog_tokens=0)))  # nothing to heed, but a reason to look
+
+    def lost(self, link: Link, reason: str) -> None:
+        """See `links.Receiver`."""
+        log.info("decode worker %s left: %s", link.peer, reason)
+        self._inbox.put((link, None))
+
+    def close(self) -> None:
+        """End the thread after the current step, and all links."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._is_open:
+            self._read_inbox()
+            if self.engine.has_work:
+                self._step()
+            for job in list(self._jobs.values()):
+                self._publish(job)
+            self._tend(time.monotonic())
+        for link in list(self._links):
+            self._forget_link(link)
+            link.close()
+            link.join()
+
+    def _read_inbox(self) -> None:
+        """Take what waits; without work, wait a little for it."""
+        timeout = 0.0 if self.engine.has_work else STATE_INTERVAL_S
+        while True:
+            try:
+                heard = self._inbox.get(block=timeout > 0, timeout=timeout)
+            except queue.Empty:
+                return
+            timeout = 0.0
+            if heard is None:
+                self._is_open = False
+                return
+            self._heed(*heard)
+
+    def _heed(self, link: Link, message: Message | None) -> None:
+        match message:
+            case None:
+                self._forget_link(link)
+            case Hello():
+                self._greet(link, message)
+            case Refusal(reason=reason):
+                log.error("decode worker %s: %s", link.peer, reason)
+            case Fetch() if link in self._links:
+                self._begin(link, message)
+            case Cancel(transfer=transfer, attempt=attempt):
+                self._forget(self._jobs.get((link, transfer, attempt)))
+            case Taken(transfer=transfer, attempt=attempt, stop=stop):
+                self._taken(self._jobs.get((link, transfer, attempt)), stop)
+            case _:
+                pass
+
+    def _greet(self, link: Link, hello: Hello) -> None:
+        layout, codec = self._cache.layout, self._config.wire_codec
+        try:
+            theirs = layout_from(hello.layout)
+            difference = why_not(layout, theirs, codec, hello.codec)
+            if difference is not None:
+                raise WireError(f"prefill and decode worker differ in {difference}")
+        except WireError as error:
+            log.error("decode worker %s refused: %s", link.peer, error.message)
+            link.send(Refusal(reason=error.message))
+            link.close()
+            return
+        pool = self._pool if hello.by_reference else None
+        reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None)
+        if (table := reader.sender.table) is not None:
+            link.send(Table(payload=table))
+        answer = Hello(
+            role="prefill",
+            layout=described(layout),
+            codec=codec,
+            by_reference=reader.by_reference,
+            num_blocks=self._cache.num_blocks,
+            payload=canary(self._cache, reader.sender.codec),
+        )
+        link.send(answer, file=None if pool is None else pool.file)
+        link.send(self._state)
+
+    def _begin(self, link: Link, fetch: Fetch) -> None:
+        try:
+            tokens = fetch.token_ids[:-1]
+            if not 0 <= fetch.first_token < len(tokens) or fetch.first_token % self.engine.scheduler.block_size:
+                raise WireError(f"no rows to compute from token {fetch.first_token} of {len(tokens)}")
+            label = f"transfer-{fetch.transfer}"
+            (request,) = self.engine.prepare(tokens, COMPUTE_ONLY, request_id=label, priority=fetch.priority)
+        except TribladeError as error:
+            link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
+            return
+        encode = self._links[link].sender.request()
+        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), encode)
+        if job.key in self._jobs:
+            return  # twice
+        request.keeps_blocks = True
+        self._jobs[job.key] = job
+        self.engine.add([request])
+
+    def _step(self) -> None:
+        """One step; its faults end the jobs that were running, never the worker, unless nothing works any more."""
+        try:
+            outputs = self.engine.step()
+            self._num_faults = 0
+        except Exception as error:
+            log.exception("a step failed; its transfers end")
+            self._shrink_chunks(error)
+            outputs = self.engine.fail(f"internal error: {type(error).__name__}")
+            self._num_faults += 1
+            self._is_open = self._num_faults < MAX_FAULTS_IN_A_ROW
+        self._note_ends(outputs)
+
+    def _note_ends(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
+        """End the jobs whose requests ended before everything was computed."""
+        ended = {request: output for request, output in outputs if output.finished}
+        for job in [job for job in self._jobs.values() if job.request in ended]:
+            output = ended[job.request]
+            if output.finish_reason is not FinishReason.LENGTH or job.request.num_computed_tokens < job.stop:
+                self._give_up(job, output.error or "no room for the prompt's KV rows")
+
+    def _shrink_chunks(self, error: Exception) -> None:
+        """Out of memory: smaller steps need less of it (row P6)."""
+        scheduler = self.engine.scheduler
+        is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+        if is_memory and scheduler.max_num_batched_tokens > LEAST_CHUNK_TOKENS:
+            scheduler.max_num_batched_tokens = max(LEAST_CHUNK_TOKENS, scheduler.max_num_batched_tokens // 2)
+            log.warning("prefill chunks are %d tokens from now on", scheduler.max_num_batched_tokens)
+
+    def _publish(self, job: _Job) -> None:
+        """Send the rows that are finished and wanted by now; behind the last ones the End."""
+        block_size = self.engine.scheduler.block_size
+        done = min(job.request.num_computed_tokens, job.stop)
+        ready = done if done == job.stop else done // block_size * block_size
+        while not job.has_ended and job.sent < ready and job.link.unsent_bytes < MAX_UNSENT_BYTES:
+            size = max(block_size, ROWS_TOKENS // block_size * block_size)
+            self._send(job, min(size, ready - job.sent))
+            if job.sent == job.stop:
+                self._end(job, None)
+
+    def _send(self, job: _Job, num_tokens: int) -> None:
+        """The next rows, as a copy or as a reference."""
+        block_size = self.engine.scheduler.block_size
+        first, now = job.sent, time.monotonic()
+        blocks = job.request.block_table[first // block_size : -(-(first + num_tokens) // block_size)].tolist()
+        span = WireSpan(first, num_tokens, job.stop + 1)
+        by_reference = self._links[job.link].by_reference
+        lease = _Lease(first + num_tokens, blocks, now + self._lease_s)
+        if by_reference:
+            self.engine.pool.retain(blocks)
+            job.leases.append(lease)
+        rows = Rows(
+            transfer=job.fetch.transfer,
+            attempt=job.fetch.attempt,
+            first_token=first,
+            num_tokens=num_tokens,
+            num_prompt_tokens=span.num_prompt_tokens,
+            blocks=tuple(blocks) if by_reference else (),
+            checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
+            expires_s=lease.expires_s if by_reference else 0.0,
+            payload=b"" if by_reference else job.encode(self._cache, blocks, span),
+        )
+        job.link.send(rows)
+        job.sent, job.progress_s = lease.stop, now
+
+    def _taken(self, job: _Job | None, stop: int) -> None:
+        if job is None:
+            return
+        job.progress_s = time.monotonic()
+        while job.leases and job.leases[0].stop <= stop:
+            self.engine.pool.release(job.leases.popleft().blocks)
+        if job.has_ended and not job.leases:
+            del self._jobs[job.key]
+
+    def _end(self, job: _Job, error: str | None) -> None:
+        """Tell the peer; the request's own blocks are not needed any more."""
+        job.link.send(End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error))
+        job.has_ended = True
+        self.engine.abort([job.request])
+        self.engine.scheduler.release(job.request)
+        if not job.leases:
+            del self._jobs[job.key]
+
+    def _give_up(self, job: _Job, reason: str) -> None:
+        log.warning("%s of %s: %s", job.request.request_id, job.link.peer, reason)
+        if not job.has_ended:
+            self._end(job, reason)
+        self._forget(job)
+
+    def _forget(self, job: _Job | None) -> None:
+        """Leave nothing of a job; its peer knows, or is gone."""
+        if job is None or self._jobs.pop(job.key, None) is None:
+            return
+        if not job.has_ended:
+            self.engine.abort([job.request])
+            self.engine.scheduler.release(job.request)
+        for lease in job.leases:
+            self.engine.pool.release(lease.blocks)
+        job.leases.clear()
+
+    def _forget_link(self, link: Link) -> None:
+        self._links.pop(link, None)
+        for job in [job for job in self._jobs.values() if job.link is link]:
+            self._forget(job)
+
+    def _tend(self, now: float) -> None:
+        """Leases that expired, and a sign of life for everybody."""
+        for job in list(self._jobs.values()):
+            is_stuck = job.request.is_finished and now > job.progress_s + self._lease_s + GRACE_S
+            if is_stuck or (job.leases and now > job.leases[0].expires_s + GRACE_S):
+                self._num_expired += 1
+                self._give_up(job, f"lease expired: rows were not taken for {self._lease_s:g} s")
+        if now >= self._next_state_s:
+            self._next_state_s = now + STATE_INTERVAL_S
+            self._state = self._current_state()
+            for link, reader in self._links.items():
+                link.send(replace(self._state, num_fallbacks=reader.sender.num_fallbacks))
+                self._refresh(link, reader)
+
+    def _refresh(self, link: Link, reader: _Reader) -> None:
+        """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
+        if not self.engine.has_work and reader.sender.refresh(lambda table: link.send(Table(payload=table))):
+            log.info("KV rows for decode worker %s have a new table", link.peer)
+
+    def _current_state(self) -> State:
+        requests = [job.request for job in self._jobs.values() if not job.request.is_finished]
+        begun = [r.first_scheduled_s - r.arrival_s for r in requests if r.first_scheduled_s is not None]
+        return State(
+            backlog_tokens=sum(request.num_tokens - request.num_computed_tokens for request in requests),
+            num_requests=len(requests),
+            queue_s=max(begun, default=0.0),
+            num_expired=self._num_expired,
+        )

@@ -1,0 +1,194 @@
+"""One worker process: load, listen, serve, drain, end. What it serves stands in `disagg.prefill` and `disagg.client_port`.
+
+Its socket listens before the model is loaded, so who connects early waits and is not refused. The first SIGTERM or SIGINT drains,
+the second ends at once. A worker that belongs to a server ends with it: it is told by a pipe that closes, and by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from triblade.config import EngineConfig, TransferConfig, WorkerConfig
+from triblade.disagg.client_port import ClientPort
+from triblade.disagg.fetcher import Fetcher
+from triblade.disagg.links import Connector
+from triblade.disagg.prefill import LEAST_CHUNK_TOKENS, PrefillService
+from triblade.disagg.remote import RemotePrefill, connect_prefill
+from triblade.disagg.rpc import CLIENT_PROTOCOL, Welcome
+from triblade.disagg.shared_rows import SharedPool
+from triblade.disagg.sockets import listening
+from triblade.engine.build import MakePool, build_engine
+from triblade.engine.client import EngineLoad
+from triblade.engine.engine import Engine
+from triblade.engine.local import LocalClient
+from triblade.errors import EngineDeadError, MemoryBudgetError
+from triblade.registry import CONNECTORS
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+WATCH_INTERVAL_S = 0.5
+
+
+def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code.
+
+    Raises:
+        TribladeError: whatever loading the model raises, an address that cannot be listened on, or an engine that died.
+    """
+    follow_parent(worker.parent_pipe)
+    if worker.cores:
+        os.sched_setaffinity(0, worker.cores)
+        engine = replace(engine, threads=min(engine.threads or len(worker.cores), len(worker.cores)))
+    serve = _serve_prefill if worker.role == "prefill" else _serve_decode
+    asyncio.run(serve(engine, worker, transfer))
+    log.info("%s worker stopped", worker.role)
+    return 0
+
+
+def follow_parent(pipe: int | None) -> None:
+    """End when the process at the other end of a pipe does, even if it is killed."""
+    if pipe is None:
+        return
+    with suppress(AttributeError):  # Linux alone has it; the pipe is enough where nothing hangs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        os.read(pipe, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="triblade-parent", daemon=True).start()
+
+
+async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> None:
+    connector: Connector = CONNECTORS[transfer.connector]()
+    pools: list[SharedPool] = []
+
+    def make_pool(num_blocks: int, row_bytes: int) -> torch.Tensor:
+        pools.append(SharedPool(num_blocks, row_bytes))
+        return pools[-1].rows
+
+    built = await asyncio.to_thread(build_with_smaller_chunks, engine, make_pool if connector.carries_files else None)
+    service = PrefillService(built, transfer, pools[-1] if pools else None)
+    listener = connector.listen(worker.address, service.accept)
+    log.info("prefill worker at %s", listener.address)
+    try:
+        await _until_stopped(lambda: service.is_alive)
+    finally:
+        listener.close()
+        service.close()
+
+
+async def _serve_decode(engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> None:
+    built = await asyncio.to_thread(build_engine, engine)
+    client = LocalClient(built)
+    link = Prefillers(built, client, worker, transfer)
+    port = ClientPort(client, welcome(built), link.load)
+    listener = listening(worker.address, port.accept, CLIENT_PROTOCOL)
+    log.info("decode worker at %s", listener.address)
+    try:
+        await _until_stopped(lambda: client.is_alive)
+        listener.close()
+        await port.drain(worker.drain_timeout_s)
+    finally:
+        listener.close()
+        await port.close()
+        link.close()
+        await asyncio.to_thread(client.close)
+
+
+class Prefillers:
+    """A decode worker's prefill workers, if it has some."""
+
+    def __init__(self, engine: Engine, client: LocalClient, worker: WorkerConfig, transfer: TransferConfig) -> None:
+        self._client = client
+        self._remote: RemotePrefill | None = None
+        self._fetcher: Fetcher | None = None
+        if worker.prefill_address:
+            connector: Connector = CONNECTORS[transfer.connector]()
+            self._remote, self._fetcher = connect_prefill(
+                engine, client.call_between_steps, transfer, connector, list(worker.prefill_address)
+            )
+
+    def load(self) -> EngineLoad:
+        """The engine's, with what became of transfers and how the prefill workers are."""
+        load = self._client.load()
+        if self._remote is None or self._fetcher is None:
+            return load
+        states = self._fetcher.states
+        counts = replace(
+            self._remote.counts,
+            num_prefill_workers=len(states),
+            prefill_backlog_tokens=sum(state.backlog_tokens for state in states),
+            prefill_queue_s=max((state.queue_s for state in states), default=0.0),
+            num_expired_leases=sum(state.num_expired for state in states),
+            num_fallbacks=sum(state.num_fallbacks for state in states),
+        )
+        return replace(load, transfers=counts)
+
+    def close(self) -> None:
+        """Leave them."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+
+def welcome(engine: Engine) -> Welcome:
+    """What a decode worker says of itself."""
+    limits = engine.admission
+    return Welcome(
+        model=engine.model.name,
+        vocab_size=limits.vocab_size,
+        context_length=limits.context_length,
+        kv_tokens=limits.kv_tokens,
+        max_logprobs=limits.max_logprobs,
+    )
+
+
+def build_with_smaller_chunks(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
+    """An engine whose steps are as small as its memory asks for (row P6).
+
+    Raises:
+        MemoryBudgetError: even the smallest do not help.
+    """
+    while True:
+        try:
+            return build_engine(config, make_pool)
+        except MemoryBudgetError as error:
+            chunk = config.max_num_batched_tokens // 2
+            if chunk < LEAST_CHUNK_TOKENS:
+                raise
+            log.warning("prefill chunks of %d tokens: %s", chunk, error.message)
+            config = replace(config, max_num_batched_tokens=chunk, max_num_seqs=min(config.max_num_seqs, chunk))
+
+
+async def _until_stopped(is_alive: Callable[[], bool]) -> None:
+    """Wait for a signal.
+
+    Raises:
+        EngineDeadError: the engine gave up before.
+    """
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopped.is_set():
+            os._exit(1)
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    while not stopped.is_set():
+        if not is_alive():
+            raise EngineDeadError("the engine stopped", hint="see the log above")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), WATCH_INTERVAL_S)
