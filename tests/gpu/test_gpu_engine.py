@@ -98,7 +98,9 @@ def test_prompts_of_many_lengths_in_one_step(codec: str) -> None:
     model = cuda_tiny("qwen3", max_position_embeddings=320)
     sizes = ((70, 130, 20, 64, 200), (80, 1, 66, 100, 3))
     logits = []
-    for executor in (gpu_executor(model, codec), *(gpu_reference(model, t) for t in (torch.float32, torch.bfloat16))):
+    references = [gpu_reference(model, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    executors: list[StepExecutor] = [gpu_executor(model, codec), *references]
+    for executor in executors:
         requests = [sequence(n, prompt(300, seed=n)) for n in range(5)]
         for number, request in enumerate(requests):
             request.block_table = type(request.block_table)("i", range(number * 20, (number + 1) * 20))

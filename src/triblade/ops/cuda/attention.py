@@ -162,19 +162,8 @@ class _Scores(ctypes.Structure):
     _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What `AttentionKernels.attend` is asked for, as its kernels take it."""
-
-    queries: _Queries
-    scores: _Scores
-    count: int  # sequences
-    most_keys: int  # of one
-    constants: dict[str, int]
-
-    @property
-    def rows(self) -> int:
-        return int(self.queries.queries * self.queries.group)
+class _Target(ctypes.Structure):
+    _fields_ = (("values", ctypes.c_void_p), ("layout", ctypes.c_int), ("first_token", ctypes.c_int))
 
 
 _NO_BOXES = (ctypes.c_char * 128)()  # in the place of a map
@@ -221,29 +210,32 @@ class AttentionKernels:
     ) -> None:
         """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are cached."""
         group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
-        queries = _Queries(
-            qkv.data_ptr(),
-            sequences.positions.data_ptr(),
-            sequences.tables.data_ptr(),
-            qkv.shape[1],
-            sequences.tables.shape[1],
-            sequences.queries,
-            group,
-        )
-        asked = _Asked(
-            queries=queries,
-            scores=_Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0),
-            count=sequences.tables.shape[0],
-            most_keys=sequences.tables.shape[1] * layer.block_size,
-            constants={
-                "FLOAT16": self._is_float16,
-                "DIM": layer.head_dim,
-                "KV8": int(layer.is_int8),
-                "BLOCK": layer.block_size,
-                "SOFTCAP": int(scoring.softcap is not None),
-            },
-        )
-        self._split(asked, layer, out, first_row)
+        tiles, count = -(-group * sequences.queries // TILE_QUERIES), sequences.tables.shape[0]
+        blocks = layer.num_heads * tiles
+        most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
+        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
+        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
+        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
+        constants = {
+            "FLOAT16": self._is_float16,
+            "DIM": layer.head_dim,
+            "KV8": int(layer.is_int8),
+            "BLOCK": layer.block_size,
+            "SOFTCAP": int(scoring.softcap is not None),
+            "IN_BOXES": int(is_boxed),
+            "STAGES": STAGES,
+        }
+        kernel = self._device.kernel("attention.cu", "attention", constants)
+        parts = (qkv, sequences.positions, sequences.tables)
+        strides = (qkv.shape[1], sequences.tables.shape[1])
+        queries = _Queries(*(part.data_ptr() for part in parts), *strides, sequences.queries, group)
+        scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
+        boxes = self._boxes(layer, layer.vector_bytes // SLICE_BYTES, 2) if is_boxed else _NO_BOXES
+        target = _Target(out.values.data_ptr(), out.layout, first_row)
+        scratch = (pointer(self._workspace), pointer(self._counters))
+        arguments = (boxes, queries, _cache(layer), scores, target, *scratch)
+        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
     def takes_chunks(self, layer: PagedLayer, scoring: Scoring) -> bool:
         """Whether `attend_chunks` can."""
@@ -267,23 +259,6 @@ class AttentionKernels:
     def _takes_boxes(self, layer: PagedLayer) -> bool:
         fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0
         return self._device.has_warpgroups and fits
-
-    def _split(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
-        """Every sequence by itself, over parts of its keys."""
-        tiles = -(-asked.rows // TILE_QUERIES)
-        blocks, count = layer.num_heads * tiles, asked.count
-        most = -(-asked.most_keys // (TURN_KEYS * WARPS))
-        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
-        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
-        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
-        shared = {"IN_BOXES": int(is_boxed), "STAGES": STAGES}
-        kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, **shared})
-        numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
-        scratch = (pointer(self._workspace), pointer(self._counters))
-        boxes = self._boxes(layer, layer.vector_bytes // SLICE_BYTES, 2) if is_boxed else _NO_BOXES
-        arguments = (boxes, asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
-        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
-        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
 
     def _boxes(self, layer: PagedLayer, slices: int, kinds: int) -> Any:
         """A layer's keys and values in boxes of 16 tokens: `slices` of 128 bytes of a head's vector, of keys (1) or both (2)."""

@@ -1,8 +1,7 @@
 // Keys and values of a paged cache on their way through shared memory: boxes of 16 tokens of a head, keys then values, which the copy
 // engine fetches by itself. Each warp has a ring of them for itself.
 //
-// Compile-time: what `attend.cuh` says with IN_BOXES, STAGES of a ring. BLOCK is a multiple of 16, a head's vector
-// one of 128 bytes.
+// Compile-time: what `attend.cuh` says with IN_BOXES, STAGES of a ring. BLOCK is a multiple of 16, a head's vector one of 128 bytes.
 
 #if IN_BOXES
 #define ROW_BYTES (DIM * (KV8 ? 1 : 2))

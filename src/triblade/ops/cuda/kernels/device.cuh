@@ -81,15 +81,16 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 NT tokens. They run by themselves: those between `begin_products`
-// and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums are as in `multiply`; the second one is in shared memory: 8 tokens by 8 inputs (128
-// bytes) after another, the two halves of 16 inputs `inputs_apart` bytes and the tiles of tokens `tokens_apart` bytes apart.
+// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 TILES columns. They run by themselves: those between
+// `begin_products` and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums
+// are as in `multiply`; the second one is in shared memory: 8 columns by 8 inputs (128 bytes) after another, the two halves of 16 inputs
+// `inputs_apart` bytes and the tiles of columns `columns_apart` bytes apart.
 typedef u64 Operand;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 tokens_apart) {
-  return (u64)(shared_address(shared) >> 4) | (u64)(inputs_apart >> 4) << 16 | (u64)(tokens_apart >> 4) << 32;
+DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 columns_apart) {
+  return (u64)(shared_address(shared) >> 4) | (u64)(inputs_apart >> 4) << 16 | (u64)(columns_apart >> 4) << 32;
 }
 
 // The second operand where both dimensions of a tile come in slices of 128 bytes and their units of 16 bytes are swapped, as the copy engine
