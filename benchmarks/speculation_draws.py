@@ -7,8 +7,8 @@
 A model of twelve tokens whose next token depends on the last one alone (`tests/support/markov.py`), so that every token of every
 answer counts, with drafters that know it more or less, four tokens a step. Each draw is compared with its exact probabilities, by
 its position in the step and the token before it: chi-square over all groups, p > 0.001. Two sets of options: plain sampling, and
-all penalties and filters together. The suffix index is asked by one request at a time, because it drafts little for many; the
-others share steps of 128. A run stops after `--seconds` and goes on with what is missing when it is started again.
+all penalties and filters together. The suffix index is asked by one request at a time, which drafts little for many; the others
+share steps of 128. A run stops after `--seconds` and goes on with what is missing when it is started again.
 """
 
 from __future__ import annotations

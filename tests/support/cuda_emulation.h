@@ -297,14 +297,6 @@ DEVICE void copy_box(void* shared, const BoxMap& map, const Corner& corner, u64*
       }
 }
 DEVICE u8* aligned(u8* shared, u32 bytes) { return shared + (-reinterpret_cast<u64>(shared) & (bytes - 1)); }
-template <int BYTES>
-DEVICE void copy_own(void* shared, const void* global, bool exists) {
-  if (exists) memcpy(shared, global, BYTES);
-  else memset(shared, 0, BYTES);
-}
-DEVICE void end_copy_group() {}
-template <int LEFT>
-DEVICE void wait_for_copies() {}
 
 template <u32 MASK>
 DEVICE u32 and_or(u32 a, u32 b) {

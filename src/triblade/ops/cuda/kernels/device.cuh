@@ -161,25 +161,11 @@ DEVICE void wait_for_phase(u64* barrier, u32 phase) {
       : "memory");
 }
 
-// Copies that run by themselves. In bulk, by one thread, with a barrier that counts the bytes; or 4, 8 or 16 bytes of each thread for itself
-// (zeros where nothing exists), of which `wait_for_copies<N>` leaves the last N groups on their way.
+// Copies that run by themselves, by one thread, with a barrier that counts the bytes.
 DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
-}
-template <int BYTES>
-DEVICE void copy_own(void* shared, const void* global, bool exists) {
-  const u32 read = exists ? BYTES : 0;
-  if (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(read) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(read) : "memory");
-}
-DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 // A box of five dimensions on its way out of a tensor that the host has described (`Device.box_map`): of 128-byte slices of the vectors of
