@@ -38,7 +38,7 @@ from triblade.kv.wire_vectors import (
 _ABOUT = struct.Struct("<8sB")  # table, form of exact tokens
 _FORMS = tuple(sorted(CODEC_PLANES))
 _TABLES = 2  # that a receiver knows: the newest, and the one before
-_TOKENS_AT_ONCE = 1024  # bounds what unpacked numbers take
+_TOKENS_AT_ONCE = 256  # bounds what unpacked numbers take, so that they stay in the caches
 
 
 @dataclass(frozen=True, slots=True)
