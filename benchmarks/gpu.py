@@ -25,6 +25,7 @@ from torch import Tensor
 
 from triblade.engine.block_pool import BlockPool
 from triblade.engine.cuda import CudaExecutor
+from triblade.engine.cuda_steps import Shape
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.request import Request
@@ -159,7 +160,8 @@ def replay_ms(model: Model, batch: int, context: int, steps: int = 24) -> tuple[
         model.executor.score(range(batch), with_logits=True)
         whole.append(time.perf_counter() - start)
     recorded = model.executor._steps.recorded
-    graph = next(recorded[key].graph for key in sorted(recorded) if key[0] >= batch and key[1:] == (1, False))
+    sizes = sorted(shape.size for shape, draws in recorded if shape.queries == 1 and shape.size >= batch and not draws)
+    graph = recorded[Shape(sizes[0], 1), False].graph
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()

@@ -113,7 +113,7 @@ PASSES = Registry(
     },
 )
 
-# Name -> function (config, model, is_native) -> `engine.drafters.DrafterPlan`.
+# Name -> function (config, model, kernels) -> `engine.drafters.DrafterPlan`.
 DRAFTERS = Registry(
     "drafter",
     {
@@ -121,6 +121,18 @@ DRAFTERS = Registry(
         "draft": "triblade.engine.draft_plans:draft_model",
         "self": "triblade.engine.draft_plans:self_draft",
         "eagle": "triblade.engine.eagle:eagle_head",
+    },
+)
+
+# Name -> class (cache, model) -> `engine.attend.StepAttention`; see `engine.attention_choice.AttentionKind`.
+ATTENTION_BACKENDS = Registry(
+    "attention backend",
+    {
+        "flash_attn": "triblade.engine.attention_packages:FlashAttention",
+        "flashinfer": "triblade.engine.attention_packages:FlashInfer",
+        "triton": "triblade.engine.attention_packages:TritonAttention",
+        "sdpa": "triblade.engine.attend:SdpaAttention",
+        "eager": "triblade.engine.attend:EagerAttention",
     },
 )
 

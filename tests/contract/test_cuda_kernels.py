@@ -21,7 +21,7 @@ from triblade.kv.layout import KVLayout
 from triblade.models.decoder import window_mask
 from triblade.ops.attention import eager_attention
 from triblade.ops.backend import AttentionMask, Linear
-from triblade.ops.cuda import attention
+from triblade.ops.cuda import attention, vectors
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.linear import WIDE, Activations, LinearKernels, Product
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense
@@ -172,7 +172,8 @@ class Case:
     has_norm: bool = False
     half: int = 32  # rotated pairs
     block: int = 16
-    is_staged: bool = False  # as with many sequences
+    is_boxed: bool = False  # as for many sequences, in boxes
+    is_crowd: bool = False  # as for more, shared out over workers
 
 
 CASES = [
@@ -182,16 +183,24 @@ CASES = [
     Case(8, 2, 128, (200,), queries=5, codec="float16", dtype=F16, window=50),
     Case(4, 1, 256, (33, 260), softcap=20.0, half=64),
     Case(8, 2, 64, (100,), queries=33, codec="int8", dtype=F16, window=20, softcap=5.0),  # several tiles of rows
-    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_staged=True),
-    Case(6, 2, 64, (200,), codec="int8", is_staged=True, block=4),
+    Case(6, 2, 64, (200,), codec="int8", block=4),
     Case(9, 3, 64, (17, 2, 90), queries=2, block=4, half=16),
+    Case(14, 2, 128, (70, 300), is_boxed=True),
+    Case(4, 2, 128, (40, 130), queries=3, codec="int8", is_boxed=True),
+    Case(4, 1, 256, (33, 260), queries=5, window=50, half=64, is_boxed=True),  # several tiles of rows
+    Case(14, 2, 128, (70, 1, 300, 16, 33), is_crowd=True),
+    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_crowd=True),  # queries of a sequence are rows of one tile
+    Case(6, 3, 64, (17, 2, 90), window=30, softcap=9.0, is_crowd=True),
+    Case(10, 5, 64, (40, 700), dtype=F16, codec="float16", block=32, is_crowd=True),  # one sequence for several workers
+    Case(8, 4, 256, (33, 100, 5), codec="int8", window=48, half=64, is_crowd=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, cache write and attention, against the reference over the same cache."""
-    monkeypatch.setattr(attention, "STAGED_BLOCKS", 0 if case.is_staged else 10**9)
+    monkeypatch.setattr(attention, "CROWD_HEADS", 0 if case.is_crowd else 10**9)
+    monkeypatch.setattr(attention, "BOXED_BLOCKS", 0 if case.is_boxed else 10**9)
     torch.manual_seed(4)
     caches, tables = filled_caches(case)
     positions = torch.cat([torch.arange(n - case.queries, n) for n in case.lengths])
@@ -216,6 +225,37 @@ def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.Monke
     kernels.attend(qkv, sequences, layer, scoring, out)
     assert relative(out.values, expected) < 2 * ROUNDING[case.dtype]
     assert not kernels._counters.any()
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize("least", ["CROWD_HEADS", "BOXED_BLOCKS"])
+def test_what_lies_behind_a_sequence_is_not_seen(
+    device: EmulatedDevice, codec: str, least: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a block may hold what is not a number: somebody else's, from before."""
+    monkeypatch.setattr(attention, least, 0)
+    case = Case(4, 2, 128, (21, 3, 40), codec=codec)
+    caches, tables = filled_caches(case)
+    layout, count = caches[0].layout, caches[0].num_blocks * case.block
+    used = torch.cat([slots_of(t, 0, n, case.block) for t, n in zip(tables, case.lengths, strict=True)])
+    unused = torch.ones(count, dtype=torch.bool).index_fill(0, used, False).nonzero().flatten()
+    nothing = torch.full((len(unused), case.groups, case.dim), torch.nan, dtype=BF16)
+    if codec == "int8":
+        for planes in layout.planes(1):
+            scales = caches[1].pool.view(torch.float16)[:, planes[1].offset_bytes // 2 :][:, : case.block * case.groups]
+            scales.view(-1, case.block, case.groups)[unused // case.block, unused % case.block] = torch.nan
+    else:
+        caches[1].write(1, unused, nothing, nothing)
+    qkv = torch.randn(3, (case.heads + 2 * case.groups) * case.dim).to(BF16)
+    positions = torch.tensor(case.lengths, dtype=torch.int32) - 1
+    sequences = Sequences(positions=positions, slots=positions, tables=tables.int(), queries=1)
+    results = []
+    for cache in caches:
+        out = Activations(torch.empty(3, case.heads * case.dim, dtype=BF16), 3, 0)
+        scoring = Scoring(scale=0.1, softcap=None, window=None)
+        AttentionKernels(device, BF16, CPU).attend(qkv, sequences, paged_layer(cache, 1), scoring, out)
+        results.append(out.values)
+    assert torch.equal(*results)
 
 
 def filled_caches(case: Case) -> tuple[list[KVCache], Tensor]:
@@ -310,6 +350,20 @@ def test_norms(device: EmulatedDevice, width: int) -> None:
     assert relative(plain.values, ops.rms_norm(summed, weight, 1e-5)) < 1e-3
 
 
+@pytest.mark.parametrize("width", [64, 328])
+def test_norms_of_many_rows(device: EmulatedDevice, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp each; the last block has fewer."""
+    monkeypatch.setattr(vectors, "MANY_ROWS", 11)
+    torch.manual_seed(6)
+    kernels, ops = VectorKernels(device, BF16, CPU, 8), ReferenceBackend()
+    x, added = (torch.randn(11, width).to(BF16) for _ in range(2))
+    weight, added_weight = (torch.rand(width) for _ in range(2))
+    out, summed = Activations(torch.empty_like(x), 11, 0), x.clone()
+    kernels.rms_norm(summed, weight, 1e-5, out, (added, added_weight))
+    assert relative(summed, x + ops.rms_norm(added, added_weight, 1e-5)) < 4e-3
+    assert relative(out.values, ops.rms_norm(summed, weight, 1e-5)) < 1e-3
+
+
 def test_embedding(device: EmulatedDevice) -> None:
     table = torch.randn(100, 64).to(BF16)
     out = torch.empty(3, 64, dtype=BF16)
@@ -317,11 +371,12 @@ def test_embedding(device: EmulatedDevice) -> None:
     assert torch.equal(out, table[[5, 99, 0]] * 2)
 
 
-def test_best_token(device: EmulatedDevice) -> None:
-    """The smallest id among equals, the vocabulary's end, rows that are not finite, and the soft cap."""
+@pytest.mark.parametrize("columns", [1000, 997])
+def test_best_token(device: EmulatedDevice, columns: int) -> None:
+    """The smallest id among equals, the vocabulary's end, rows that are not finite, and the soft cap; rows in fours and not."""
     torch.manual_seed(7)
     kernels = VectorKernels(device, BF16, CPU, 8)
-    logits, best = torch.randn(5, 1000), torch.empty(5, dtype=torch.int32)
+    logits, best = torch.randn(5, columns), torch.empty(5, dtype=torch.int32)
     logits[0, 7] = logits[0, 3] = 9.0
     logits[1, 900], logits[2, 0] = torch.nan, -torch.inf
     logits[3, 995] = 50.0
@@ -359,7 +414,7 @@ def test_drawn_tokens(device: EmulatedDevice) -> None:
         Draw(seed, n, p.temperature, p.min_p) if p.temperature else GREEDY
         for n, (p, seed) in enumerate(zip(params, seeds, strict=True))
     ]
-    write_draws(columns, draws)
+    write_draws(columns, enumerate(draws))
     kernels.draw_token(logits, vocabulary, torch.from_numpy(columns), best)
     assert best[3] == -1
     expected[3] = -1

@@ -65,13 +65,15 @@ def test_products(kind: str, rows: int, is_gated: bool, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(28, 4, 128), (9, 3, 64), (8, 1, 256)])
+@pytest.mark.parametrize("shape", [(28, 4, 128), (9, 3, 64), (8, 1, 256)])  # heads, those of keys, size
 @pytest.mark.parametrize("queries", [1, 4, 33])
 @pytest.mark.parametrize("window", [None, 100])
-def test_attention(codec: str, heads: int, groups: int, dim: int, queries: int, window: int | None) -> None:
-    """Sequences of several lengths in scattered blocks, over what the cache holds."""
+@pytest.mark.parametrize("copies", [1, 12])
+def test_attention(codec: str, shape: tuple[int, int, int], queries: int, window: int | None, copies: int) -> None:
+    """Few and many sequences of several lengths in scattered blocks, over what the cache holds; twice, with the same result."""
     torch.manual_seed(0)
-    lengths = [queries, 60, 64, 65, 700, 3001]
+    heads, groups, dim = shape
+    lengths = [queries, 60, 64, 65, 700, 3001] * copies
     layout = KVLayout(num_layers=2, num_kv_heads=groups, head_dim=dim, block_size=16, codec=codec)
     width = layout.blocks_for(max(lengths))
     cache = KVCache(layout, width * len(lengths), torch.bfloat16, CUDA)
@@ -87,8 +89,13 @@ def test_attention(codec: str, heads: int, groups: int, dim: int, queries: int, 
     kernels.rotate_and_write(
         qkv, sequences, layer, Rotation(cosines=angles.cos(), sines=angles.sin(), norm=None, eps=1e-6)
     )
-    out = Activations(torch.full((len(positions), heads * dim), torch.nan, device=CUDA, dtype=qkv.dtype), 0, 0)
-    kernels.attend(qkv, sequences, layer, Scoring(scale=dim**-0.5, softcap=None, window=window), out)
+    out, again = (
+        Activations(torch.full((len(positions), heads * dim), torch.nan, device=CUDA, dtype=qkv.dtype), 0, 0)
+        for _ in range(2)
+    )
+    for result in (out, again):
+        kernels.attend(qkv, sequences, layer, Scoring(scale=dim**-0.5, softcap=None, window=window), result)
+    assert torch.equal(out.values, again.values)
     keys, values = (x.float().transpose(1, 2) for x in cache.read(1, tables.long()))
     at = positions.view(-1, queries, 1)
     key = torch.arange(keys.shape[2], device=CUDA)

@@ -232,6 +232,52 @@ def test_drawn_tokens_run_ahead_as_well(folder: Path) -> None:
     assert results[0] == results[1]
 
 
+DRAFTS = [  # what three requests have drafted for them, step by step
+    ((3, 3, 3), 16),
+    ((0, 3, 1), 16),
+    ((8, 0, 0), 36),
+    ((0, 0, 0), 4),
+    ((1, 2, 0), 12),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafts_are_verified_in_recorded_steps(folder: Path, temperature: float) -> None:
+    """Right and wrong drafts of several lengths together: the tokens of plain steps, seed for seed, and nothing is launched."""
+    model = cuda_tiny("qwen2", num_hidden_layers=2)
+    config = config_of(model)
+    plain, drafted = (cuda_executor(model.source, config, folder, kind=RecordingExecutor) for _ in range(2))
+    runners = [ModelRunner(executor, Sampler(config.vocab_size)) for executor in (plain, drafted)]
+    requests = [[sequence(number, ids) for number, ids in enumerate(prompts((7, 12, 20)))] for _ in runners]
+    for request in (r for group in requests for r in group):
+        request.params, request.seed = SamplingParams(temperature=temperature, min_p=0.01), request.number + 2**62
+
+    def step(runner: ModelRunner, group: list[Request]) -> None:
+        sizes = [r.num_tokens + len(r.draft_token_ids) - r.num_computed_tokens for r in group]
+        for result in runner.execute([ScheduledRequest.next(r, n) for r, n in zip(group, sizes, strict=True)]):
+            result.request.num_computed_tokens = result.item.start + result.item.num_tokens
+            result.request.num_computed_tokens -= result.item.num_draft_tokens - result.num_accepted_tokens
+            for token in result.token_ids:
+                result.request.append(token)
+
+    for _ in range(40):
+        step(runners[0], requests[0])
+    answers = [request.output_token_ids for request in requests[0]]
+    step(runners[1], requests[1])
+    for lengths, rows in DRAFTS:
+        for request, answer, length in zip(requests[1], answers, lengths, strict=True):
+            coming = answer[len(request.output_token_ids) :][:length]
+            request.propose([*coming[:2], *(token + 1 for token in coming[2:])], None)
+        before = drafted.replays
+        step(runners[1], requests[1])
+        assert drafted.replays > before
+        assert drafted._now is not None
+        assert drafted._now.recorded.inputs.tokens.shape[1] == rows
+    for request, answer in zip(requests[1], answers, strict=True):
+        assert request.output_token_ids == answer[: len(request.output_token_ids)]
+    assert [len(request.output_token_ids) for request in requests[1]] == [11, 12, 9]
+
+
 def test_a_step_that_was_not_expected_is_computed(folder: Path) -> None:
     """A request takes another token than its best, gets its blocks taken away and others: what ran ahead is dropped."""
     launched, recorded = launched_and_recorded(folder)

@@ -78,17 +78,17 @@ def test_the_draft_lies_in_the_targets_rows(target: Path, small: Path) -> None: 
 def test_a_plan_knows_its_memory_before_anything_is_loaded(target: Path, small: Path) -> None:
     config = options(target, deterministic=False, drafter="draft", draft_model=str(small))
     model = open_model(config)
-    dense = draft_model(config, model, is_native=False)
+    dense = draft_model(config, model, kernels="reference")
     assert dense.weight_bytes == dense.draft.config.num_parameters * 2
     native = options(target, deterministic=False, drafter="self")
-    packed = self_draft(native, model, is_native=True)
+    packed = self_draft(native, model, kernels="native")
     assert packed.weight_bytes < model.weight_bytes * 0.8  # most of a tiny model is its embedding, which keeps 8 bits
 
 
 def test_a_draft_of_the_targets_own_weights_is_refused(target: Path) -> None:
     config = options(target, deterministic=False, quantization="int4", drafter="self")
     with pytest.raises(ConfigError, match="the draft would be the target itself, both in int4"):
-        self_draft(config, open_model(config), is_native=True)
+        self_draft(config, open_model(config), kernels="native")
 
 
 def test_a_foreign_tokenizer_is_refused_at_load(target: Path, tmp_path: Path) -> None:  # S2
@@ -111,6 +111,6 @@ def test_what_was_found_is_logged(target: Path, tmp_path: Path, caplog: pytest.L
 
 def test_a_draft_proposes_tokens_of_the_target_only(target: Path, small: Path) -> None:
     config = options(target, drafter="draft", draft_model=str(small))
-    plan = draft_model(config, open_model(config), is_native=False)
+    plan = draft_model(config, open_model(config), kernels="reference")
     assert (plan.draft.config.vocab_size, plan.draft.vocab_size) == (112, 96)
     assert plan.draft.dtype == torch.float32

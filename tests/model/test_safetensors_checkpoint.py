@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,13 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     assert open_checkpoint(folder(tmp_path / "d", rope_theta=5)).fingerprint() != first
     renamed = {name.replace("norm", "form"): value for name, value in TENSORS.items()}
     assert open_checkpoint(folder(tmp_path / "e", renamed)).fingerprint() != first
+
+
+def test_a_folder_is_opened_without_the_package_for_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an image for GPUs it need not be installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf" or "triblade.models.gguf" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert open_checkpoint(tmp_path).names() == {"model.norm.weight"}

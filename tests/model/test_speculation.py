@@ -192,4 +192,6 @@ def test_a_drafter_that_loses_for_long_is_left_alone_for_a_while() -> None:  # F
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     llm.generate([[1, 2, 3]] * 4, params)
     assert drafter.calls == 3 * 64  # then asleep for 255, 511 and, at the end, more steps than are left of 1,000
+    llm.generate([[1, 2, 3]], replace(params, max_tokens=20))
+    assert drafter.calls == 3 * 64 + 19  # few requests are never slept through, whatever the nap that is left
     llm.engine.check_idle()

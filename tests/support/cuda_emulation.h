@@ -34,6 +34,7 @@ struct Index {
 #define KERNEL static void
 #define SHARED static
 #define DYNAMIC_SHARED(name) static __attribute__((aligned(128))) u8 name[228 << 10]
+#define CONSTANT_ARGUMENT(type) const type
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -251,6 +252,27 @@ DEVICE void wait_for_phase(u64* barrier, u32 phase) {
   while ((barrier_at(barrier).over & 1) == phase) emulation::give_way(barrier_at(barrier).over);
 }
 DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64*) { memcpy(shared, global, bytes); }
+// A tensor as `EmulatedDevice.box_map` describes it: address, sizes, bytes between neighbours (of the first dimension: 1), and the box.
+struct BoxMap {
+  u64 address, sizes[5], strides[5], box[5];
+};
+DEVICE void copy_box(void* shared, const BoxMap& map, int token, int slice, int block, u64*) {
+  const u64 first[5] = {0, u64(token), u64(slice), 0, u64(block)};
+  for (u64 kind = 0; kind < map.box[3]; kind++)
+    for (u64 s = 0; s < map.box[2]; s++)
+      for (u64 t = 0; t < map.box[1]; t++) {
+        const u64 at[5] = {0, first[1] + t, first[2] + s, first[3] + kind, first[4]};
+        const u8* from = reinterpret_cast<const u8*>(map.address);
+        bool exists = true;
+        for (int d = 0; d < 5; d++) from += at[d] * map.strides[d], exists &= at[d] < map.sizes[d];
+        u8* to = static_cast<u8*>(shared) + ((kind * map.box[2] + s) * map.box[1] + t) * 128;
+        for (u64 unit = 0; unit < 8; unit++) {
+          if (exists) memcpy(to + (unit ^ (t & 7)) * 16, from + unit * 16, 16);
+          else memset(to + (unit ^ (t & 7)) * 16, 0, 16);
+        }
+      }
+}
+DEVICE u8* aligned(u8* shared, u32 bytes) { return shared + (-reinterpret_cast<u64>(shared) & (bytes - 1)); }
 template <int BYTES>
 DEVICE void copy_own(void* shared, const void* global, bool exists) {
   if (exists) memcpy(shared, global, BYTES);
@@ -287,6 +309,11 @@ template <typename N>
 DEVICE N shuffle_xor(N value, int mask) {
   return shuffle(value, (emulation::current & 31) ^ mask);
 }
+DEVICE bool any_lane(bool holds) {
+  int any = holds;
+  for (int mask = 16; mask; mask >>= 1) any |= shuffle_xor(any, mask);
+  return any;
+}
 DEVICE void warp_barrier() { emulation::warp_barrier(); }
 DEVICE void block_barrier() { emulation::wait(emulation::arrived, emulation::generation, emulation::live); }
 DEVICE float exponential2(float x) { return exp2f(x); }
@@ -301,6 +328,15 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
   }
   block_barrier();
   return last;
+}
+DEVICE bool is_last_warp(u32* counter, u32 expected) {
+  int last = 0;
+  emulation::warp_barrier();
+  if ((threadIdx.x & 31) == 0) {
+    last = ++*counter == expected;
+    if (last) *counter = 0;
+  }
+  return shuffle(last, 0);
 }
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}

@@ -13,7 +13,7 @@ from native_models import SEQUENCE_BLOCKS
 from tiny import TinyModel, tiny_model
 
 from triblade.engine.cuda import CudaExecutor
-from triblade.engine.cuda_steps import Recorded, RecordedSteps
+from triblade.engine.cuda_steps import Recorded, RecordedSteps, Shape
 from triblade.engine.executor import TorchExecutor
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
@@ -85,10 +85,10 @@ class Replayed:
 class RecordingSteps(RecordedSteps):
     """Recorded steps without a GPU."""
 
-    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
-        inputs = self._inputs(size, queries)
-        self._decoder.reserve(size, queries)
-        return Recorded(Replayed(lambda: self._run(inputs, queries, draws)), inputs, queries, draws)
+    def _record(self, shape: Shape, draws: bool) -> Recorded:
+        inputs = self._inputs(shape)
+        self._decoder.reserve(shape.size, shape.queries)
+        return Recorded(Replayed(lambda: self._run(inputs, shape.queries, draws)), inputs, shape, draws)
 
 
 class RecordingExecutor(CudaExecutor):

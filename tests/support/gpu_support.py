@@ -12,7 +12,7 @@ from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import TorchExecutor
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
-from triblade.models.config import model_config
+from triblade.models.config import ModelConfig, model_config
 from triblade.models.decoder import Decoder
 from triblade.models.weights import load_weights
 from triblade.ops.attention import eager_attention
@@ -45,7 +45,10 @@ def random_codes(rows: int, inputs: int, group: int, bits: int, *, has_offsets: 
 
 
 def gpu_cache(model: TinyModel, codec: str, num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    config = model_config(model.hf_config)
+    return gpu_cache_of(model_config(model.hf_config), codec, num_blocks, dtype)
+
+
+def gpu_cache_of(config: ModelConfig, codec: str, num_blocks: int, dtype: torch.dtype) -> KVCache:
     layout = KVLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -56,12 +59,18 @@ def gpu_cache(model: TinyModel, codec: str, num_blocks: int, dtype: torch.dtype 
     return KVCache(layout, num_blocks, dtype, CUDA)
 
 
-def gpu_executor(model: TinyModel, codec: str = "bfloat16", scheme: Any = None, num_blocks: int = 512) -> CudaExecutor:
+def gpu_executor(
+    model: TinyModel,
+    codec: str = "bfloat16",
+    scheme: Any = None,
+    num_blocks: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CudaExecutor:
     config = model_config(model.hf_config)
     return CudaExecutor(
         config,
-        DeviceReader(model.source, config, torch.bfloat16, CUDA, scheme).read(),
-        gpu_cache(model, codec, num_blocks),
+        DeviceReader(model.source, config, dtype, CUDA, scheme).read(),
+        gpu_cache(model, codec, num_blocks, dtype),
         context_length=config.context_length,
         vocab_size=config.vocab_size,
         device=cuda_device(),

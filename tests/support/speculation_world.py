@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 from triblade.spec.policy import Candidate, DraftPolicy, FixedPolicy, StepRecord, Verified
 
@@ -60,6 +62,7 @@ class World:
         batch: requests at a time.
         tokens_each: after so many (expected) tokens a request ends and a new one takes its place; None: never.
         offers: chance that the drafter offers each token, given that it offered those before.
+        least_chance: the drafter knows the chances, and ends a draft where all of it is right with less than this one.
         target_s: seconds of a step by its rows.
         depth_s, token_s: seconds of drafting per token in a row, and per token of all requests.
         once_s: seconds of drafting at all.
@@ -71,6 +74,7 @@ class World:
     batch: int = 1
     tokens_each: int | None = None
     offers: float = 1.0
+    least_chance: float = 0.0
     target_s: Callable[[int], float] = cpu_like_s
     depth_s: float = 0.06
     token_s: float = 0.0
@@ -96,7 +100,7 @@ class World:
             ended = [number for number, tokens in left.items() if tokens <= 0]
             verified = [replace(outcome, is_last=outcome.number in ended) for outcome in verified]
             rows = sum(1 + outcome.proposed for outcome in verified)
-            target_s, draft_s = self.target_s(rows), self._draft_s(lengths)
+            target_s, draft_s = self.target_s(rows), self._draft_s([outcome.tries for outcome in verified])
             run.seconds += target_s + draft_s
             if randomness.random() < self.bursts / BURST_STEPS:
                 burst_until = step + BURST_STEPS
@@ -118,11 +122,17 @@ class World:
         return max(self.fixed(length) for length in range(most + 1))
 
     def _verify(self, randomness: random.Random, number: int, asked: int, step: int) -> Verified:
-        proposed = _run_length(randomness, [self.offers] * asked)
-        return Verified(number, asked, proposed, _run_length(randomness, self.acceptance(number, step)[:proposed]))
+        chances = self.acceptance(number, step)
+        sure = [
+            chance
+            for chance, whole in zip(chances, accumulate(chances, mul), strict=True)
+            if whole >= self.least_chance
+        ]
+        proposed = _run_length(randomness, [self.offers] * min(asked, len(sure)))
+        return Verified(number, asked, proposed, _run_length(randomness, chances[:proposed]))
 
-    def _draft_s(self, lengths: Sequence[int]) -> float:
-        return self.once_s * any(lengths) + self.depth_s * max(lengths) + self.token_s * sum(lengths)
+    def _draft_s(self, tries: Sequence[int]) -> float:
+        return self.once_s * any(tries) + self.depth_s * max(tries) + self.token_s * sum(tries)
 
     def _measured(self, randomness: random.Random, seconds: float, outliers: float) -> float:
         measured = seconds * max(0.1, randomness.gauss(1.0, self.jitter))
@@ -133,6 +143,16 @@ def constant(*chances: float) -> Acceptance:
     """The same chances for all; the last one holds for all later positions."""
     padded = [*chances, *[chances[-1]] * 16]
     return lambda request, step: padded
+
+
+def easy_or_hard(easy: float, hard: float, share: float) -> Acceptance:
+    """Each token of a draft is easy to guess with chance `share`, and hard otherwise."""
+
+    def chances(request: int, step: int) -> list[float]:
+        randomness = random.Random(request * 1_000_003 + step)
+        return [easy if randomness.random() < share else hard for _ in range(16)]
+
+    return chances
 
 
 def _run_length(randomness: random.Random, chances: Sequence[float]) -> int:

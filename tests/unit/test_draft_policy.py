@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from speculation_world import Run, World, accelerator_like_s, constant, cpu_like_s, two_cores_s
+from speculation_world import Run, World, accelerator_like_s, constant, cpu_like_s, easy_or_hard, two_cores_s
 
 from triblade.spec.policy import (
     AdaptivePolicy,
@@ -34,9 +34,21 @@ NOISE = {"jitter": 0.1, "outliers": 0.02}
 def test_comes_close_to_the_best_fixed_length(cost, batch: int, name: str) -> None:
     world = World(constant(*ACCEPTANCES[name]), batch=batch, tokens_each=128, target_s=cost, token_s=0.01)
     run = world.run(AdaptivePolicy(), 2000 // batch + 300)
-    # A step that gets dear all at once, at 64 rows, takes a few hundred steps to find out.
-    least = 0.91 if cost is accelerator_like_s and batch == 16 else 0.94
-    assert run.rate > least * world.best_fixed()
+    assert run.rate > 0.965 * world.best_fixed()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("cost", [cpu_like_s, two_cores_s, accelerator_like_s])
+@pytest.mark.parametrize(("easy", "hard", "share", "least_chance"), [(0.95, 0.2, 0.5, 0.15), (0.95, 0.05, 0.5, 0.5)])
+def test_a_drafter_that_ends_its_drafts_is_asked_for_enough(
+    easy: float, hard: float, share: float, least_chance: float, cost, batch: int
+) -> None:
+    """What is asked for and not offered costs nothing, and what goes on is right more often than the average."""
+    chances = easy_or_hard(easy, hard, share)
+    prices = {"once_s": 0.05, "depth_s": 0.035, "token_s": 0.01}
+    world = World(chances, batch=batch, tokens_each=128, least_chance=least_chance, target_s=cost, **prices)
+    rates = [world.run(AdaptivePolicy(), 1000, seed).rate for seed in range(3)]
+    assert sum(rates) / len(rates) > 0.975 * max(world.fixed(length, 1000) for length in range(9))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -65,7 +77,7 @@ def test_noise_does_not_mislead(seed: int, acceptance: str, batch: int) -> None:
     chances = constant(*ACCEPTANCES[acceptance])
     world = World(chances, batch=batch, tokens_each=128, target_s=accelerator_like_s, token_s=0.01, **NOISE)
     run = world.run(AdaptivePolicy(), 600, seed)
-    assert run.rate > 0.93 * world.best_fixed()
+    assert run.rate > 0.96 * world.best_fixed()
 
 
 @pytest.mark.parametrize("name", ["none", "poor", "half", "head"])
@@ -100,8 +112,8 @@ def test_drafts_stop_soon_after_acceptance_collapses() -> None:
     world = World(lambda request, step: [0.9 if step < 500 else 0.02] * 16)
     run = world.run(AdaptivePolicy(), 800)
     assert run.lengths[499][0] >= 3
-    assert max(lengths[0] for lengths in run.lengths[550:580]) <= 2  # one token, for the sake of the long run
-    assert sum(lengths[0] for lengths in run.lengths[590:]) <= 60  # off, but for probes and a few tries
+    assert max(lengths[0] for lengths in run.lengths[540:580]) <= 2  # one token, for the sake of the long run
+    assert sum(lengths[0] for lengths in run.lengths[590:]) <= 65  # off, but for probes and a few tries
 
 
 def test_drafts_grow_soon_after_acceptance_improves() -> None:
@@ -130,7 +142,7 @@ def test_probes_come_ever_more_rarely() -> None:
 def test_lengths_do_not_oscillate(name: str) -> None:
     run = World(constant(*ACCEPTANCES[name]), **NOISE).run(AdaptivePolicy(), 2000)
     detours = 2000 / PolicySettings().probes.detour_every  # each is two switches
-    assert run.switches <= 60 + 2 * detours
+    assert run.switches <= 70 + 2 * detours
 
 
 def test_each_request_has_its_own_length() -> None:
@@ -203,6 +215,7 @@ def test_the_end_of_a_request_is_no_rejection() -> None:  # F09: drafts behind a
         for number in range(1, 25):
             policy.observe(StepRecord([Verified(number, 4, 4, 0, is_last)], 5, 1.3, 0.1))
             policy.forget(number)
+        policy.observe(StepRecord([Verified(25, 0, 0, 0, is_last=True)], 1, 1.0, 0.0))  # so that none is due
     assert ended.lengths([Candidate(99, 10, 100)])[0] > 0
     assert judged.lengths([Candidate(99, 10, 100)]) == [0]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from triblade.config import EngineConfig
-from triblade.engine.memory import MemoryPlan, plan_memory
+from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
 from triblade.errors import ConfigError, MemoryBudgetError
 from triblade.kv.layout import KVLayout
 from triblade.models.config import model_config
@@ -30,7 +31,7 @@ GIB = 2**30
 
 
 def plan(available: int = 20 * GIB, **options: Any) -> MemoryPlan:
-    return plan_memory(EngineConfig(model="m", **options), MODEL, LAYOUT, WEIGHTS, available)
+    return plan_memory(EngineConfig(model="m", **options), MODEL, LAYOUT, WEIGHTS, Room(available_bytes=available))
 
 
 def test_parameters_of_a_known_model() -> None:
@@ -45,6 +46,28 @@ def test_default_is_a_few_full_contexts() -> None:  # H09
     assert (
         default.total_bytes == default.weight_bytes + default.kv_bytes + default.activation_bytes + default.rope_bytes
     )
+
+
+def test_a_device_of_its_own_is_used() -> None:
+    """As many contexts as may run, what kernels need aside; no more than there is room for."""
+    options = EngineConfig(model="m", max_num_seqs=32)
+    memory = Room(available_bytes=20 * GIB, is_own=True, scratch_bytes=GIB)
+    whole = plan_memory(options, MODEL, LAYOUT, WEIGHTS, memory)
+    assert whole.num_kv_blocks == 32 * 512
+    assert whole.activation_bytes == plan(max_num_seqs=32).activation_bytes + GIB
+    small = plan_memory(options, MODEL, LAYOUT, WEIGHTS, Room(available_bytes=4 * GIB, is_own=True, scratch_bytes=GIB))
+    assert 0.89 * 4 * GIB < small.total_bytes <= 0.9 * 4 * GIB
+
+
+def test_running_out_of_memory_says_what_to_change() -> None:
+    told = "CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of"
+    with (
+        pytest.raises(
+            MemoryBudgetError, match=r"^cpu ran out of memory while loading m \(1.20 GiB wanted\)\nhint: do less$"
+        ),
+        explained("loading m", torch.device("cpu"), "do less"),
+    ):
+        raise torch.OutOfMemoryError(told)
 
 
 def test_less_memory_gives_fewer_blocks_within_the_share() -> None:

@@ -15,7 +15,7 @@ from triblade.registry import unknown_name
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-AttentionBackend = Literal["auto", "sdpa", "eager"]
+AttentionBackend = Literal["auto", "triblade", "flash_attn", "flashinfer", "triton", "sdpa", "eager"]
 BackendName = Literal["auto", "native", "reference"]
 QuantizationName = Literal["int4", "int8"]
 DraftPolicyName = Literal["adaptive", "fixed"]
@@ -115,7 +115,7 @@ class EngineConfig:
     """`native` (C++, CPU), `reference` (torch), or `auto`: the fastest that runs this model; the log says why not a faster one."""
 
     attention_backend: AttentionBackend = "auto"
-    """Attention kernel: `sdpa` (torch), `eager` (explicit softmax, takes every model); `auto` chooses and says why."""
+    """`triblade` (own kernels), `flash_attn`, `flashinfer`, `triton` (if installed), `sdpa` (torch), `eager`; `auto` says why."""
 
     deterministic: bool = False
     """Bit-equal results in float32 whatever the batch, chunks, cache hits and preemptions; slow, for tests and audits."""
@@ -174,6 +174,8 @@ class EngineConfig:
                 f"quantization at load does not know: {self.quantization!r}",
                 hint=f"choices: {', '.join(get_args(QuantizationName))}",
             )
+        if self.attention_backend not in get_args(AttentionBackend):
+            raise unknown_name("attention_backend", str(self.attention_backend), list(get_args(AttentionBackend)))
         if self.drafter not in (None, *get_args(DrafterName)):
             raise unknown_name("drafter", str(self.drafter), list(get_args(DrafterName)))
         if self.draft_policy not in get_args(DraftPolicyName):

@@ -132,6 +132,7 @@ class Prefillers:
             prefill_backlog_tokens=sum(state.backlog_tokens for state in states),
             prefill_queue_s=max((state.queue_s for state in states), default=0.0),
             num_expired_leases=sum(state.num_expired for state in states),
+            num_fallbacks=sum(state.num_fallbacks for state in states),
         )
         return replace(load, transfers=counts)
 

@@ -43,6 +43,25 @@ class StepItem(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class NobodysItem:
+    """Implements `StepItem` and `OwnsBlocks` without a request, to try things with."""
+
+    block_table: array[int]
+    start: int
+    num_tokens: int
+
+    @property
+    def request(self) -> NobodysItem:
+        """Itself."""
+        return self
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Some that every model has."""
+        return [0] * self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionGroup:
     """S sequences of Q tokens each, which are rows [first_row, first_row + S * Q) of the batch."""
 

@@ -9,19 +9,21 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from triblade import host
-from triblade.config import EngineConfig, forced_isa
+from triblade.config import EngineConfig, cache_dir, forced_isa
+from triblade.engine.attend import AttentionNeeds, StepAttention
+from triblade.engine.attention_choice import OWN, choose_attention
 from triblade.engine.block_pool import BlockPool
-from triblade.engine.cuda import CudaExecutor, why_not_cuda
-from triblade.engine.drafters import DrafterPlan, TargetParts, plan_drafter
+from triblade.engine.cuda import CudaExecutor, scratch_bytes, why_not_cuda
+from triblade.engine.drafters import DrafterPlan, Kernels, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
-from triblade.engine.memory import MemoryPlan, plan_memory
+from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import NativeOptions, make_team, why_not_native
 from triblade.engine.probe import warn_if_never_right
@@ -41,7 +43,12 @@ from triblade.spec.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-Kernels = Literal["native", "cuda", "reference"]
+TORCH_ATTENTION = ("sdpa", "eager")
+TOO_LARGE = (
+    "end other processes on the device; or lower --gpu-memory-utilization, --max-model-len or --max-num-batched-tokens, "
+    "or use --kv-cache-dtype int8 or --quantization int4"
+)
+KERNEL_CACHE = "kernels"  # under the folder of downloads
 MakePool = Callable[[int, int], Tensor]  # (number of rows, bytes of a row) -> zeros
 
 
@@ -62,7 +69,7 @@ def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies
         TribladeError: something does not fit, with what to do.
     """
     kernels = choose_kernels(config, model, device)
-    drafter = plan_drafter(config, model, is_native=kernels == "native")
+    drafter = plan_drafter(config, model, kernels=kernels)
     layout = kv_layout(config, model, kernels == "native", drafter.layers if drafter else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter.weight_bytes if drafter else 0)
     plan = plan_for(config, model, layout, copies * weight_bytes, device)
@@ -90,13 +97,15 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_
     plan, drafter_plan = parts.plan, parts.drafter
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
-    pool = None
-    if make_pool is not None and device.type == "cpu":
-        pool = make_pool(plan.num_kv_blocks, parts.layout.row_bytes)
-    cache = KVCache(parts.layout, plan.num_kv_blocks, model.dtype, device, pool)
-    target = _load(config, model, parts.kernels, cache, plan.context_length)
-    drafter = drafter_plan.build(target) if drafter_plan else None
+    with explained(f"loading {model.name}", device, TOO_LARGE):
+        pool = None
+        if make_pool is not None and device.type == "cpu":
+            pool = make_pool(plan.num_kv_blocks, parts.layout.row_bytes)
+        cache = KVCache(parts.layout, plan.num_kv_blocks, model.dtype, device, pool)
+        target = _load(config, model, parts.kernels, cache, plan.context_length)
+        drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
+    host.return_code_pages()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)
     engine = Engine(
         model,
@@ -131,13 +140,15 @@ def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCac
     """The weights, in an executor."""
     executor: StepExecutor
     team = None
+    attention = _attention(config, model, kernels, cache)
     if kernels == "native":
         team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores)
         executor = native_executor(config, model, cache, context_length, team)
     elif kernels == "cuda":
-        executor = cuda_executor(config, model, cache, context_length)
+        executor = cuda_executor(config, model, cache, context_length, attention)
+        executor.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     else:
-        executor = torch_executor(config, model, cache, context_length)
+        executor = torch_executor(config, model, cache, context_length, attention)
     return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
 
 
@@ -178,8 +189,6 @@ def _wants_reference(config: EngineConfig) -> str | None:
 
 
 def _against_cuda(config: EngineConfig, model: OpenModel, device: torch.device) -> str | None:
-    if config.attention_backend != "auto":
-        return f"attention backend {config.attention_backend}"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"compute capability {'.'.join(map(str, capability))} (CUDA kernels: 9.0)"
@@ -191,9 +200,24 @@ def _against_native(config: EngineConfig, model: OpenModel, device: torch.device
         return f"device {device.type}"
     if model.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {model.dtype}"
-    if config.attention_backend != "auto":
-        return f"attention backend {config.attention_backend}"
+    if config.attention_backend in TORCH_ATTENTION:
+        return f"attention {config.attention_backend} is torch's"
     return why_not_native(model.config, _kv_dtype(config, model), config.block_size)
+
+
+def _attention(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCache) -> StepAttention | None:
+    """How attention is computed, with its reason in the log; None: by what the kernels bring along."""
+    if config.deterministic:
+        log.info("attention: deterministic mode has its own")
+        return None
+    device = cache.pool.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    needs = AttentionNeeds(model=model.config, dtype=model.dtype, codec=_kv_dtype(config, model), capability=capability)
+    default = (OWN, f"the {kernels} kernels bring it along")
+    if kernels == "reference":
+        is_capped = model.config.attention_softcap is not None
+        default = ("eager", "the model caps attention scores") if is_capped else ("sdpa", "fastest that fits the model")
+    return choose_attention(config.attention_backend, default, needs, cache)
 
 
 def native_executor(
@@ -201,6 +225,7 @@ def native_executor(
 ) -> NativeExecutor:
     """Pack the weights and record the step program."""
     weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
+    model.checkpoint.release()
     options = NativeOptions(
         vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,
@@ -212,26 +237,40 @@ def native_executor(
     return NativeExecutor(model.config, weights, cache, context_length, options, team)
 
 
-def cuda_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> CudaExecutor:
+def cuda_executor(
+    config: EngineConfig,
+    model: OpenModel,
+    cache: KVCache,
+    context_length: int,
+    attention: StepAttention | None = None,
+) -> CudaExecutor:
     """Pack the weights on the device."""
     memory = cache.pool.device
     weights = DeviceReader(model.checkpoint, model.config, model.dtype, memory, config.quantization).read()
-    return CudaExecutor(
+    executor = CudaExecutor(
         model.config,
         weights,
         cache,
         context_length=context_length,
         vocab_size=model.vocab_size,
-        device=CudaDevice(memory),
+        device=CudaDevice(memory, cache_dir() / KERNEL_CACHE),
     )
+    if attention is not None:
+        executor.attend_by(attention)
+    return executor
 
 
-def torch_executor(config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int) -> TorchExecutor:
-    """Load dense weights for the reference kernels."""
+def torch_executor(
+    config: EngineConfig,
+    model: OpenModel,
+    cache: KVCache,
+    context_length: int,
+    attention: StepAttention | None = None,
+) -> TorchExecutor:
+    """Load dense weights for the reference kernels; without `attention` theirs is used."""
     softcap = model.config.attention_softcap is not None
-    backend, reason = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
-    log.info("backend %s, %s", backend.name, reason)
-    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size)
+    backend, _ = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
+    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size, attention)
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
@@ -261,7 +300,9 @@ def plan_for(
         MemoryBudgetError: it does not fit.
     """
     available = available_bytes(device)
-    plan = plan_memory(config, model.config, layout, weight_bytes, available)
+    scratch = scratch_bytes(model.config) if device.type == "cuda" else 0
+    memory = Room(available_bytes=available, is_own=device.type == "cuda", scratch_bytes=scratch)
+    plan = plan_memory(config, model.config, layout, weight_bytes, memory)
     if plan.total_bytes > available:
         raise MemoryBudgetError(
             f"{plan.describe()}; that is {plan.total_bytes / 2**20:,.0f} MiB, {available / 2**20:,.0f} MiB are free",

@@ -3,6 +3,7 @@
 1. `forward` writes the step's inputs and replays the graph of the smallest recorded size (`cuda_steps`).
 2. `score` waits for the tokens. Where every sequence takes its best one, the next step is started at once; and when
    `forward` then asks for exactly that step, the one after it as well, so that the device never waits for the host.
+   Rows of drafts are such a step with several tokens each, but never started ahead: what follows is not known.
 3. A step that was started ahead is right for the sequences that go on with their best tokens; those that ended leave it.
    If anything else is asked for, it was computed for nothing, and the step begins from the host's inputs.
 Steps with prompt chunks, or with more rows than a graph takes, are launched kernel by kernel. Knows no sampling.
@@ -10,6 +11,9 @@ Steps with prompt chunks, or with more rows than a graph takes, are launched ker
 
 from __future__ import annotations
 
+import logging
+import time
+from array import array
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -17,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triblade.engine.batch import StepItem
+from triblade.engine.attend import StepAttention
+from triblade.engine.batch import NobodysItem, StepItem
 from triblade.engine.cuda_decoder import CudaDecoder, Group
-from triblade.engine.cuda_steps import Flight, RecordedSteps, blocks_of, slots_of, write_draws
+from triblade.engine.cuda_steps import Flight, RecordedSteps, Shape, blocks_of, later, rows_of, slots_of, write_draws
 from triblade.engine.executor import Draw, Scores
+from triblade.engine.memory import explained
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights
@@ -30,9 +36,23 @@ from triblade.ops.cuda.device import Device
 from triblade.ops.cuda.linear import Activations
 from triblade.ops.cuda.packing import DeviceMatrix
 
+log = logging.getLogger(__name__)
+
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # sequences of a recorded step
 MOST_ROWS = 256  # of a recorded step, and of the head at a time
-MOST_QUERIES = 16  # per sequence of a recorded step
+QUERIES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    9,
+    12,
+    16,
+)  # per sequence of a recorded step: tokens to verify, the last of them perhaps nobody's
+TOO_MANY_TOKENS = "lower --max-num-batched-tokens, --gpu-memory-utilization or --kv-cache-memory-bytes"
 FLOATS = (torch.bfloat16, torch.float16)
 
 
@@ -43,7 +63,29 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
     widths = (config.hidden_size, config.q_size, config.intermediate_size)
     reasons = [packing.why_not_dense(width) for width in widths]
     reasons += [attention.why_not(config.head_dim, codec, dtype), vectors.why_not_width(config.hidden_size)]
+    reasons += [attention.why_not_rotated(rope.rotary_dim) for rope in config.ropes]
     return next((reason for reason in reasons if reason), None)
+
+
+def _recorded_shape(items: Sequence[StepItem]) -> Shape | None:
+    """Of the recorded step that takes these items; None: none does.
+
+    Not a place for each token: a row reads keys before its step wrote those of the rows beside it (`kernels/attention.cu`).
+    """
+    size, queries = bucket_of(BUCKETS, len(items)), bucket_of(QUERIES, max(item.num_tokens for item in items))
+    return None if size is None or queries is None or size * queries > MOST_ROWS else Shape(size, queries)
+
+
+def bucket_of(buckets: Sequence[int], number: int) -> int | None:
+    """The smallest that holds `number`."""
+    return next((bucket for bucket in buckets if bucket >= number), None)
+
+
+def scratch_bytes(config: ModelConfig) -> int:
+    """Memory that an executor takes besides weights, cache and activations: the largest matrix spelled out, and logits."""
+    qkv, gate_up = config.q_size + 2 * config.kv_size, 2 * config.intermediate_size
+    widest = max(config.hidden_size * max(qkv, gate_up, config.q_size), config.hidden_size * config.intermediate_size)
+    return 2 * widest + MOST_ROWS * config.vocab_size * 4
 
 
 class CudaExecutor:
@@ -72,6 +114,7 @@ class CudaExecutor:
     ) -> None:
         self.name = "cuda"
         self.cache = cache
+        self.device = device
         self._context_length = context_length
         self._decoder = CudaDecoder(config, weights, cache, context_length, device, MOST_ROWS)
         self._memory = cache.pool.device
@@ -88,6 +131,7 @@ class CudaExecutor:
         self._next: Flight | None = None  # the step after it, if it was started
         self._best_now: list[int] | None = None  # its best tokens, once they were waited for
         self._draws: Sequence[Draw] | None = None  # of the step
+        self._launched_states = torch.empty(0)  # of the last step, if it was launched and keeps them
         self._launched_draws: dict[int, Draw] = {}  # of the last step, by row, if it was launched
         self._runs_ahead = True  # whether the step after the last one is likely to be asked for
 
@@ -102,13 +146,65 @@ class CudaExecutor:
         """See `StepExecutor`."""
         return MOST_ROWS
 
+    @torch.inference_mode()
+    def warm_up(self, num_sequences: int, num_tokens: int) -> None:
+        """Have ready what steps of up to so many sequences and `num_tokens` tokens of prompts launch; record the smallest step."""
+        shapes = [Shape(size, 1) for size in BUCKETS if size <= (bucket_of(BUCKETS, num_sequences) or BUCKETS[-1])]
+        layout = self.cache.layout
+        tokens = min(num_tokens, self._context_length, layout.block_size * self.cache.num_blocks)
+        prompt = NobodysItem(array("i", range(layout.blocks_for(tokens))), 0, tokens)
+
+        def everything() -> None:
+            if self._records:
+                for shape in shapes:
+                    self._steps.rehearse(shape)
+            self._launch([prompt])
+            self._score_launched([tokens - 1], with_logits=False)
+
+        start = time.monotonic()
+        count = self.device.gather(everything)
+        if count and self._records:
+            self._steps.record(shapes[0], draws=False)
+        log.info("%d kernels ready in %.1f s", count, time.monotonic() - start)
+
+    @property
+    def embedding(self) -> DeviceMatrix:
+        """The table [V, C], dense."""
+        return self._decoder.weights.embedding
+
+    def keep_layers(self, layers: Sequence[int]) -> None:
+        """From now on steps keep their final-norm hidden states, and what these layers leave behind them; see `states`."""
+        self._decoder.keeps_states, self._decoder.kept_layers = True, tuple(layers)
+        self._steps = self._recorded_steps()
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, F * C] of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
+        kept = self._launched_states if self._now is None else self._steps.states(self._now)  # [F, T, C]
+        places = list(rows) if self._now is None else [self._rows[row] for row in rows]
+        return kept[:, torch.tensor(places).to(self._memory)].transpose(0, 1).flatten(1)
+
+    def attend_by(self, attention: StepAttention) -> None:
+        """Attend so from now on, not by the kernels; steps are launched then, since nobody else's can be relied on in a graph."""
+        self._decoder.other_attention = attention
+        self._records = False
+
     def expect_draws(self, draws: Sequence[Draw] | None) -> None:
         """See `DrawsTokens`."""
         self._draws = draws
 
-    @torch.inference_mode()
     def forward(self, items: Sequence[StepItem]) -> None:
-        """See `StepExecutor`."""
+        """See `StepExecutor`.
+
+        Raises:
+            MemoryBudgetError: the device has no memory left for a step of this size.
+        """
+        tokens = sum(item.num_tokens for item in items)
+        with explained(f"computing a step of {tokens} tokens", self._memory, TOO_MANY_TOKENS):
+            self._forward(items)
+
+    @torch.inference_mode()
+    def _forward(self, items: Sequence[StepItem]) -> None:
         rows = self._expected(items)
         ahead, self._next = self._next, None
         if rows is not None:
@@ -118,11 +214,9 @@ class CudaExecutor:
                 return
         elif ahead is not None:
             self._runs_ahead = False
-        queries, count = items[0].num_tokens, len(items)
-        size = next((bucket for bucket in BUCKETS if bucket >= count), 0)
-        fits = self._records and 0 < size * queries <= MOST_ROWS and queries <= MOST_QUERIES
-        if fits and items[-1].num_tokens == queries:
-            self._begin(items, size)
+        shape = _recorded_shape(items) if self._records else None
+        if shape is not None:
+            self._begin(items, shape)
         else:
             self._now, self._runs_ahead = None, True
             self._launch(items)
@@ -135,13 +229,13 @@ class CudaExecutor:
         if with_logits and self._next is not None:  # which takes the place of this one's logits
             self._next = None
             self._draws = None
-            self._begin(self._items, len(self._now.recorded.inputs.num_blocks))
+            self._begin(self._items, self._now.recorded.shape)
         everything = self._best_now = self._steps.best(self._now)
         index = [self._rows[row] for row in rows]
         best = [everything[row] for row in index]
         if not with_logits:
-            if self._next is None and self._runs_ahead and self._now.recorded.queries == 1:
-                self._next = self._steps.follow(self._now)
+            if self._next is None and self._runs_ahead and self._now.goes_on:
+                self._next = self._follow(self._now)
             return Scores(best, None)
         logits = self._logits[: len(index)] if index == list(range(len(index))) else self._logits[index]
         return Scores(best, logits[:, : self._vocab_size])
@@ -159,13 +253,13 @@ class CudaExecutor:
             logits=self._logits,
         )
 
-    def _begin(self, items: Sequence[StepItem], size: int) -> None:
-        self._now, self._items, self._best_now = self._steps.begin(items, size, self._draws), items, None
-        self._rows = list(range(len(items) * items[0].num_tokens))
+    def _begin(self, items: Sequence[StepItem], shape: Shape) -> None:
+        self._now, self._items, self._best_now = self._steps.begin(items, shape, self._draws), items, None
+        self._rows = [row for rows in rows_of(items, shape) for row in rows]
 
     def _expected(self, items: Sequence[StepItem]) -> list[int] | None:
         """The rows of these items in the step after the last one, if each goes on there with its best token."""
-        if self._now is None or self._best_now is None or self._now.recorded.queries != 1:
+        if self._now is None or self._best_now is None or not self._now.goes_on:
             return None
         if self._now.recorded.draws != (self._draws is not None):
             return None
@@ -186,7 +280,13 @@ class CudaExecutor:
             asked = {item.request for item in items}
             self._steps.leave(ahead, [request for request in ahead.places if request not in asked])
         self._now, self._items, self._rows, self._best_now = ahead, items, rows, None
-        self._next = self._steps.follow(ahead)
+        self._next = self._follow(ahead)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The step after `flight`; None where its sequences have no room, or are so few that a step of half the size takes them."""
+        size = len(flight.recorded.inputs.num_blocks)
+        fewest = bucket_of(BUCKETS, len(flight.places)) or size
+        return None if 2 * fewest <= size else self._steps.follow(flight)
 
     # Launched steps
 
@@ -202,13 +302,19 @@ class CudaExecutor:
             row = groups[-1].rows.stop
         self._launched_draws = {}
         if self._draws is not None:
-            ends = np.cumsum([item.num_tokens for item in items]) - 1
-            self._launched_draws = dict(zip(ends.tolist(), self._draws, strict=True))
+            ends = np.cumsum([item.num_tokens for item in items]).tolist()
+            self._launched_draws = {
+                end - draw.rows + number: later(draw, number)
+                for end, draw in zip(ends, self._draws, strict=True)
+                for number in range(draw.rows)
+            }
         buffers = decoder.part_of(self._steps.buffers, row) if row <= MOST_ROWS else decoder.buffers(row)
         everyone = Sequences(positions=flat[1], slots=flat[2], tables=groups[0].sequences.tables, queries=1)
         hidden = torch.empty(row, decoder.config.hidden_size, dtype=decoder.dtype, device=self._memory)
         self._hidden = Activations(hidden, row, 0)
         decoder.forward(flat[0], everyone, groups, buffers, self._hidden)
+        if buffers.states is not None:
+            self._launched_states = buffers.states
 
     def _group(self, items: list[StepItem], first_row: int, flat: Tensor) -> Group:
         queries = items[0].num_tokens
@@ -244,5 +350,5 @@ class CudaExecutor:
         if not self._launched_draws:
             return None
         columns = np.zeros((vectors.DRAW_COLUMNS, len(rows)), dtype=np.int32)
-        write_draws(columns, [self._launched_draws[row] for row in rows])
+        write_draws(columns, ((number, self._launched_draws[row]) for number, row in enumerate(rows)))
         return torch.from_numpy(columns).to(self._memory)

@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from triblade.engine.attend import StepAttention
+from triblade.engine.batch import AttentionGroup
 from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
 from triblade.ops.cuda.attention import AttentionKernels, PagedLayer, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import Device
-from triblade.ops.cuda.linear import Activations, LinearKernels
+from triblade.ops.cuda.linear import ROWS, Activations, LinearKernels
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
 # From so many queries per sequence on, keys and values are gathered for the library's kernel: it is bound by arithmetic then.
 GATHERED_QUERIES = 64
+MOST_GATHERED_KEYS = 2**17  # of one call of that kernel, which bounds the copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """S long chunks in neighbouring rows of the step, as one call of the library's kernel takes them."""
+
+    rows: slice
+    blocks: Tensor  # [1, B] int64: those of all sequences, one after the other
+    query_starts: Tensor  # [S + 1] int32
+    key_starts: Tensor  # [S + 1] int32, in whole blocks
+    lengths: Tensor  # [S] int32 keys that count
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
     """Activations of one step."""
 
@@ -51,6 +68,9 @@ class Buffers:
     mixed: Activations  # [T, H * D]
     inner: Activations  # [T, I]
     hidden: Activations  # [T, C] for the head, in the memory of `normed`
+    states: Tensor | None = (
+        None  # [1 + kept layers, T, C]: final-norm hidden states, and what the kept layers left behind them
+    )
 
     def first(self, tokens: int, layout: int, head_layout: int) -> Buffers:
         """The same memory for fewer tokens."""
@@ -62,6 +82,7 @@ class Buffers:
             mixed=self.mixed.first(tokens, layout),
             inner=self.inner.first(tokens, layout),
             hidden=self.normed.first(tokens, head_layout),
+            states=self.states,
         )
 
 
@@ -98,6 +119,9 @@ class CudaDecoder:
         self._attention = AttentionKernels(device, self.dtype, self.memory)
         self._vectors = VectorKernels(device, self.dtype, self.memory, max_rows)
         self._vectors.reserve_draws(config.vocab_size)
+        self.keeps_states = False  # in `Buffers.states`
+        self.kept_layers: tuple[int, ...] = ()
+        self.other_attention: StepAttention | None = None  # in place of the kernels' own
         # The scale is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
 
@@ -122,7 +146,12 @@ class CudaDecoder:
             mixed=inputs(tokens, config.q_size),
             inner=inputs(tokens, config.intermediate_size),
             hidden=normed.first(tokens, self._linear.head_layout(tokens)),
+            states=self._states(tokens) if self.keeps_states else None,
         )
+
+    def _states(self, tokens: int) -> Tensor:
+        shape = (1 + len(self.kept_layers), tokens, self.config.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.memory)
 
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
@@ -137,18 +166,35 @@ class CudaDecoder:
         self, ids: Tensor, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations
     ) -> None:
         """Final-norm hidden states [T, C] of tokens [T] int32 into `hidden`; `all_tokens` has every position and slot."""
+        self._vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, buffers.x)
+        self.compute(all_tokens, groups, buffers, hidden)
+
+    def compute(self, all_tokens: Sequences, groups: Sequence[Group], buffers: Buffers, hidden: Activations) -> None:
+        """The same, from what stands in `buffers.x` on."""
         config, vectors = self.config, self._vectors
         x, normed = buffers.x, buffers.normed
-        vectors.embed(self.weights.embedding.codes, ids, self._embedding_scale, x)
+        if self.other_attention is not None:
+            self.other_attention.begin([_attention_group(group) for group in groups])
+        parts = self._parts(groups) if buffers.mixed.tiles == 0 else groups
         added: tuple[Tensor, Tensor] | None = None
         for index, layer in enumerate(self.weights.layers):
             vectors.rms_norm(x, layer.input_norm, config.rms_norm_eps, normed, added)
-            self._attend(index, layer, all_tokens, groups, buffers)
+            self._keep(index - 1, x, buffers)
+            self._attend(index, layer, all_tokens, parts, buffers)
             added = self._project(buffers.mixed, layer.output, layer.attention_post_norm, buffers)
             vectors.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, normed, added)
             self._linear.multiply(normed, layer.gate_up, buffers.inner, activation=config.activation)
             added = self._project(buffers.inner, layer.down, layer.mlp_post_norm, buffers)
-        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, hidden, added)
+        rows = hidden if buffers.states is None else Activations(buffers.states[0], len(x), ROWS)
+        vectors.rms_norm(x, self.weights.final_norm, config.rms_norm_eps, rows, added)
+        if buffers.states is not None:
+            vectors.arrange(buffers.states[0, : len(x)], hidden)
+        self._keep(len(self.weights.layers) - 1, x, buffers)
+
+    def _keep(self, layer: int, x: Tensor, buffers: Buffers) -> None:
+        """What a layer left behind it, once the norm that follows has added all of it."""
+        if buffers.states is not None and layer in self.kept_layers:
+            buffers.states[1 + self.kept_layers.index(layer), : len(x)] = x
 
     def rows(self, hidden: Activations, rows: Tensor) -> Activations:
         """Some rows [R] of hidden states that lie row after row, as inputs of the head."""
@@ -189,7 +235,7 @@ class CudaDecoder:
         index: int,
         layer: LayerWeights[DeviceMatrix],
         all_tokens: Sequences,
-        groups: Sequence[Group],
+        parts: Sequence[Group | Gathered],
         buffers: Buffers,
     ) -> None:
         config, place = self.config, self._layers[index]
@@ -197,52 +243,96 @@ class CudaDecoder:
         cosines, sines = self._ropes[config.layers[index].rope]
         rotation = Rotation(cosines=cosines, sines=sines, norm=layer.qk_norm, eps=config.rms_norm_eps)
         self._attention.rotate_and_write(buffers.qkv, all_tokens, place, rotation)
+        if self.other_attention is not None:
+            heads = buffers.qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_heads]  # [T, H, D]
+            mixed = self.other_attention.attend(index, heads).flatten(1)
+            self._vectors.arrange(mixed.contiguous(), buffers.mixed)
+            return
         scoring = Scoring(
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
-        for group in groups:
-            qkv = buffers.qkv[group.rows]
-            if buffers.mixed.tiles == 0 and self._gathers(group):
-                self._attend_gathered(index, qkv, group, scoring, buffers.mixed.values[group.rows])
+        for part in parts:
+            if isinstance(part, Gathered):
+                self._attend_gathered(index, buffers.qkv[part.rows], part, scoring, buffers.mixed.values[part.rows])
             else:
-                self._attention.attend(qkv, group.sequences, place, scoring, buffers.mixed, group.first_row)
+                qkv = buffers.qkv[part.rows]
+                self._attention.attend(qkv, part.sequences, place, scoring, buffers.mixed, part.first_row)
+
+    def _parts(self, groups: Sequence[Group]) -> list[Group | Gathered]:
+        """Groups, with neighbours of long chunks made one: a launch for each of many prompts would cost more than its work."""
+        parts, run, num_keys = list[Group | Gathered](), list[Group](), 0
+        for group in groups:
+            keys = group.sequences.tables.numel() * self._cache.layout.block_size
+            if run and (not self._gathers(group) or num_keys + keys > MOST_GATHERED_KEYS):
+                parts.append(self._gathered(run))
+                run, num_keys = [], 0
+            if self._gathers(group):
+                run.append(group)
+                num_keys += keys
+            else:
+                parts.append(group)
+        return [*parts, self._gathered(run)] if run else parts
 
     def _gathers(self, group: Group) -> bool:
         is_long = group.sequences.queries >= GATHERED_QUERIES and group.lengths is not None
         return is_long and self.config.attention_softcap is None and self.memory.type == "cuda"
 
-    def _attend_gathered(self, index: int, qkv: Tensor, group: Group, scoring: Scoring, out: Tensor) -> None:
-        """Long chunks: keys and values of the group's blocks, decoded, through torch's flash attention."""
-        config, queries = self.config, group.sequences.queries
-        count = group.sequences.tables.shape[0]
-        blocks = -(-group.num_keys // self._cache.layout.block_size)
-        keys, values = self._cache.read(index, group.sequences.tables[:, :blocks].long())  # [S, L, G, D]
-        length = keys.shape[1]
-        heads = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
-        starts = torch.arange(count + 1, dtype=torch.int32, device=self.memory)
+    def _gathered(self, groups: Sequence[Group]) -> Gathered:
+        queries, keys = [0], [0]
+        for group in groups:
+            count, width = group.sequences.tables.shape
+            queries += [group.sequences.queries] * count
+            keys += [width * self._cache.layout.block_size] * count
+        starts = np.cumsum((queries, keys), axis=1, dtype=np.int32)
+        query_starts, key_starts = torch.from_numpy(starts).to(self.memory)
+        lengths = [group.lengths for group in groups if group.lengths is not None]
+        return Gathered(
+            rows=slice(groups[0].first_row, groups[-1].rows.stop),
+            blocks=torch.cat([group.sequences.tables.flatten() for group in groups]).long().unsqueeze(0),
+            query_starts=query_starts,
+            key_starts=key_starts,
+            lengths=torch.cat(lengths),
+            most_queries=max(queries),
+            most_keys=max(group.num_keys for group in groups),
+        )
+
+    def _attend_gathered(self, index: int, qkv: Tensor, chunks: Gathered, scoring: Scoring, out: Tensor) -> None:
+        """Long chunks: keys and values of their blocks, decoded, through torch's flash attention."""
+        config = self.config
+        keys, values = self._cache.read(index, chunks.blocks)  # [1, B * block_size, G, D]
         attended = torch.ops.aten._flash_attention_forward(
-            heads,
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            starts * queries,
-            starts * length,
-            queries,
-            length,
+            qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads],
+            keys[0],
+            values[0],
+            chunks.query_starts,
+            chunks.key_starts,
+            chunks.most_queries,
+            chunks.most_keys,
             0.0,
             True,
             False,
             scale=scoring.scale,
             window_size_left=-1 if scoring.window is None else scoring.window - 1,
             window_size_right=0,
-            seqused_k=group.lengths,
+            seqused_k=chunks.lengths,
         )[0]
         out.copy_(attended.flatten(1))
 
 
+def _attention_group(group: Group) -> AttentionGroup:
+    """The same sequences for an attention of torch or of a package."""
+    sequences = group.sequences
+    positions = sequences.positions.view(-1, sequences.queries).long()
+    keys = torch.arange(group.num_keys, device=positions.device)
+    foreign = keys > positions[:, -1:] if len(positions) > 1 else None
+    return AttentionGroup(group.first_row, positions, sequences.tables.long(), group.num_keys, foreign)
+
+
 def paged_layer(cache: KVCache, index: int) -> PagedLayer:
     """Where a layer lies in the pool."""
-    layout = cache.layout
+    layout, index = cache.layout, cache.first_layer + index
     keys, values = layout.planes(index)
+    group = layout.group(index)
     is_int8 = len(keys) > 1
     return PagedLayer(
         pool=cache.pool,
@@ -251,7 +341,7 @@ def paged_layer(cache: KVCache, index: int) -> PagedLayer:
         key_scales=keys[1].offset_bytes if is_int8 else 0,
         value_scales=values[1].offset_bytes if is_int8 else 0,
         block_size=layout.block_size,
-        num_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
+        num_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
         is_int8=is_int8,
     )

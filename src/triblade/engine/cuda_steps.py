@@ -1,6 +1,6 @@
 """Recorded decode steps: CUDA graphs with fixed places for their inputs, replayed one after the other without the host.
 
-A step of S sequences with Q tokens each goes from token ids to logits and the best tokens; places that no sequence takes
+A step of S sequences with up to Q tokens each goes from token ids to logits and the best tokens; places that no token takes
 have negative slots. `begin` writes inputs and replays; `follow`, for one token each, has the device turn the best tokens
 into the next inputs and replays again, while earlier steps still run. A sequence that leaves is taken off its place before
 the next `follow`: what the step under way still writes for it lies behind its end, in blocks that were its own, before
@@ -11,8 +11,8 @@ this.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -63,12 +63,20 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a recorded step."""
+
+    size: int  # sequences
+    queries: int  # most tokens of each
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A step as a graph."""
 
     graph: Any  # torch.cuda.CUDAGraph
     inputs: StepInputs
-    queries: int
+    shape: Shape
     draws: bool  # whether tokens are drawn
 
 
@@ -90,6 +98,7 @@ class Flight:
     places: dict[Any, Place]  # by request; shared by all steps of a chain
     number: int  # in the chain
     slot: int  # of results
+    goes_on: bool  # whether every item took one token, so that the next step can follow by itself
 
 
 class RecordedSteps:
@@ -114,36 +123,50 @@ class RecordedSteps:
         self._vocab_size = vocab_size
         self._logits = logits
         self.buffers = decoder.buffers(max_rows)
+        # Beside the step's own, since the one behind it writes there before the host asks for these.
+        self._states = [torch.empty_like(kept) for kept in [self.buffers.states] * RESULTS if kept is not None]
         self._best = torch.empty(max_rows, dtype=torch.int32, device=self._memory)
         self._is_cuda = self._memory.type == "cuda"
         self._results = [self._pinned(max_rows) for _ in range(RESULTS)]
         self._done = [torch.cuda.Event() for _ in range(RESULTS)] if self._is_cuda else []
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._numbers = count()
-        self._recorded: dict[tuple[int, int, bool], Recorded] = {}
+        self._recorded: dict[tuple[Shape, bool], Recorded] = {}
 
     @property
-    def recorded(self) -> dict[tuple[int, int, bool], Recorded]:
-        """Steps by sequences, tokens of each, and whether tokens are drawn."""
+    def recorded(self) -> dict[tuple[Shape, bool], Recorded]:
+        """Steps by shape, and whether tokens are drawn."""
         return self._recorded
 
-    def begin(self, items: Sequence[StepItem], size: int, draws: Sequence[Draw] | None = None) -> Flight:
-        """Run a step of items with equally many tokens each, in places for `size` sequences."""
-        queries = items[0].num_tokens
-        key = (size, queries, draws is not None)
+    def rehearse(self, shape: Shape) -> None:
+        """Launch what a recorded step of this shape does, with nobody in it."""
+        inputs = self._inputs(shape)
+        inputs.tokens[1:].fill_(NO_SLOT)
+        self._decoder.reserve(shape.size, shape.queries)
+        self._run(inputs, shape.queries, draws=True)
+
+    def record(self, shape: Shape, *, draws: bool) -> Recorded:
+        """The step of a shape, recorded when it is first asked for."""
+        key = (shape, draws)
         if key not in self._recorded:
             self._recorded[key] = self._record(*key)
-        recorded = self._recorded[key]
+        return self._recorded[key]
+
+    def begin(self, items: Sequence[StepItem], shape: Shape, draws: Sequence[Draw] | None = None) -> Flight:
+        """Run a step of items in places of a shape that holds them."""
+        recorded = self.record(shape, draws=draws is not None)
         self._wait_for_all()  # the host's side of the inputs may still be on its way
-        self._fill(recorded.inputs, items, queries)
+        self._fill(recorded.inputs, items, shape)
         if draws is not None:
-            write_draws(recorded.inputs.on_host()[1][:, queries - 1 :: queries], draws)
+            pairs = zip(rows_of(items, shape), draws, strict=True)
+            every = ((rows[n - draw.rows], later(draw, n)) for rows, draw in pairs for n in range(draw.rows))
+            write_draws(recorded.inputs.on_host()[1], every)
         recorded.inputs.send()
         places = {
             item.request: Place(row, item.start, item.request.block_table, len(item.request.block_table))
             for row, item in enumerate(items)
         }
-        return self._replay(recorded, places, 0)
+        return self._replay(recorded, places, 0, all(item.num_tokens == 1 for item in items))
 
     def follow(self, flight: Flight) -> Flight | None:
         """Run the step after `flight`, the last one so far, for its sequences; None where one has no room for another token."""
@@ -162,7 +185,7 @@ class RecordedSteps:
         best = self._best[: inputs.tokens.shape[1]]
         drawn = inputs.draws[2] if flight.recorded.draws else None
         self._decoder.advance(best, inputs.tokens, inputs.tables, inputs.num_blocks, drawn)
-        return self._replay(flight.recorded, flight.places, flight.number + 1)
+        return self._replay(flight.recorded, flight.places, flight.number + 1, True)
 
     def leave(self, flight: Flight, requests: Sequence[Any]) -> None:
         """Take sequences off their places; `flight` is the last step so far."""
@@ -178,25 +201,31 @@ class RecordedSteps:
         tokens: list[int] = self._results[flight.slot][:rows].tolist()
         return tokens
 
-    def _replay(self, recorded: Recorded, places: dict[Any, Place], number: int) -> Flight:
+    def states(self, flight: Flight) -> Tensor:
+        """What `CudaDecoder` keeps [F, rows, C] of a step; good until the second step after it."""
+        return self._states[flight.slot]
+
+    def _replay(self, recorded: Recorded, places: dict[Any, Place], number: int, goes_on: bool) -> Flight:
         slot, rows = next(self._numbers) % RESULTS, recorded.inputs.tokens.shape[1]
         recorded.graph.replay()
         self._results[slot][:rows].copy_(self._best[:rows], non_blocking=True)
+        if self.buffers.states is not None:
+            self._states[slot][:, :rows].copy_(self.buffers.states[:, :rows])
         if self._is_cuda:
             self._done[slot].record()
-        return Flight(recorded, places, number, slot)
+        return Flight(recorded, places, number, slot, goes_on)
 
-    def _record(self, size: int, queries: int, draws: bool) -> Recorded:
+    def _record(self, shape: Shape, draws: bool) -> Recorded:
         """Record a step. It is launched once first, with nobody in it, so that every kernel is compiled and loaded."""
-        inputs = self._inputs(size, queries)
+        inputs = self._inputs(shape)
         inputs.tokens[1:].fill_(NO_SLOT)
-        self._decoder.reserve(size, queries)
-        self._run(inputs, queries, draws)
+        self._decoder.reserve(shape.size, shape.queries)
+        self._run(inputs, shape.queries, draws)
         torch.cuda.synchronize(self._memory)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._run(inputs, queries, draws)
-        return Recorded(graph, inputs, queries, draws)
+            self._run(inputs, shape.queries, draws)
+        return Recorded(graph, inputs, shape, draws)
 
     def _run(self, inputs: StepInputs, queries: int, draws: bool) -> None:
         ids, positions, slots = inputs.tokens.unbind(0)
@@ -208,8 +237,8 @@ class RecordedSteps:
         settings = inputs.draws if draws else None
         self._decoder.choose(self._logits[:rows], self._vocab_size, self._best[:rows], settings)
 
-    def _inputs(self, size: int, queries: int) -> StepInputs:
-        rows = size * queries
+    def _inputs(self, shape: Shape) -> StepInputs:
+        size, rows = shape.size, shape.size * shape.queries
         places = [3 * rows, DRAW_COLUMNS * rows, size, size * self._width]
         host = self._pinned(sum(places))
         device = torch.zeros(sum(places), dtype=torch.int32, device=self._memory)
@@ -218,20 +247,22 @@ class RecordedSteps:
             host, device, tokens.view(3, rows), draws.view(DRAW_COLUMNS, rows), num_blocks, tables.view(size, -1)
         )
 
-    def _fill(self, inputs: StepInputs, items: Sequence[StepItem], queries: int) -> None:
+    def _fill(self, inputs: StepInputs, items: Sequence[StepItem], shape: Shape) -> None:
         """Write a step's inputs on the host side."""
         tokens, draws, num_blocks, tables = inputs.on_host()
         draws.fill(0)
         tokens[0].fill(0)
         tokens[1:].fill(NO_SLOT)
-        for number, item in enumerate(items):
+        for rows, item in zip(rows_of(items, shape), items, strict=True):
             table = blocks_of(item)[: self._width]
+            part, number = slice(rows.start, rows.stop), rows.start // shape.queries
             tables[number, : len(table)] = table
             num_blocks[number] = len(table)
-            part = slice(number * queries, (number + 1) * queries)
-            positions = np.arange(item.start, item.start + queries, dtype=np.int32)
+            positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int32)
             tokens[0, part], tokens[1, part] = item.token_ids, positions
             tokens[2, part] = slots_of(table, positions, self._block_size)
+            # The kernels take positions that do not descend; without a slot a row still changes nothing.
+            tokens[1, rows.stop : rows.start + shape.queries] = positions[-1]
 
     def _wait_for_all(self) -> None:
         if self._is_cuda:
@@ -241,13 +272,24 @@ class RecordedSteps:
         return torch.zeros(length, dtype=torch.int32, pin_memory=self._is_cuda)
 
 
-def write_draws(columns: Integers, draws: Sequence[Draw]) -> None:
-    """Settings of rows as columns [5, R] of `kernels/draw.cu`; further columns stay as they are."""
-    for number, draw in enumerate(draws):
+def write_draws(columns: Integers, draws: Iterable[tuple[int, Draw]]) -> None:
+    """Settings of rows as columns [5, R] of `kernels/draw.cu`; other columns stay as they are."""
+    for row, draw in draws:
         if draw is not GREEDY:
             seed = np.array([draw.seed], dtype=np.uint64).view(np.int32)
             settings = np.array([draw.temperature, draw.min_p], dtype=np.float32).view(np.int32)
-            columns[:, number] = (*seed, draw.position, *settings)
+            columns[:, row] = (*seed, draw.position, *settings)
+
+
+def later(draw: Draw, number: int) -> Draw:
+    """Of the row `number` rows behind the first one of a draw."""
+    return draw if number == 0 else replace(draw, position=draw.position + number)
+
+
+def rows_of(items: Sequence[StepItem], shape: Shape) -> Iterator[range]:
+    """The rows that the tokens of each item take."""
+    for number, item in enumerate(items):
+        yield range(number * shape.queries, number * shape.queries + item.num_tokens)
 
 
 def blocks_of(item: StepItem) -> Integers:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from triblade.config import DType, EngineConfig
-from triblade.engine.build import native_executor, torch_executor
-from triblade.engine.drafters import TargetParts, kv_layers
+from triblade.engine.build import cuda_executor, native_executor, torch_executor
+from triblade.engine.cuda import why_not_cuda
+from triblade.engine.drafters import Kernels, TargetParts, kv_layers
+from triblade.engine.executor import StepExecutor
 from triblade.engine.native_program import why_not_native
 from triblade.errors import ConfigError, UnsupportedError
 from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel, open_model
+from triblade.quant.device_weights import device_bytes
 from triblade.quant.packed_weights import SCHEME_BITS, packed_bytes
 from triblade.spec.draft_fit import DraftFit
 from triblade.spec.draft_model import DraftLimits, ModelDrafter
@@ -33,12 +36,12 @@ class ModelDraftPlan:
     Attributes:
         config: options of the draft's executor.
         draft: opened, and repaired where it had to be.
-        is_native: whether the target runs on native kernels.
+        kernels: that compute the draft: the target's, or torch beside CUDA kernels that do not take it.
     """
 
     config: EngineConfig
     draft: OpenModel
-    is_native: bool
+    kernels: Kernels
 
     @property
     def layers(self) -> LayerGroup:
@@ -48,19 +51,22 @@ class ModelDraftPlan:
     @property
     def weight_bytes(self) -> int:
         """See `DrafterPlan`."""
-        if not self.is_native:
+        if self.kernels == "reference":
             return self.draft.weight_bytes
-        return packed_bytes(self.draft.checkpoint, self.draft.config, self.draft.dtype, self.config.quantization)
+        count = packed_bytes if self.kernels == "native" else device_bytes
+        return count(self.draft.checkpoint, self.draft.config, self.draft.dtype, self.config.quantization)
 
     def build(self, target: TargetParts) -> ModelDrafter:
         """Load the draft."""
         config, draft, cache = self.config, self.draft, target.cache.draft()
         context_length = min(target.context_length, draft.config.context_length)
-        executor = (
-            native_executor(config, draft, cache, context_length, target.team)
-            if self.is_native
-            else torch_executor(config, draft, cache, context_length)
-        )
+        executor: StepExecutor
+        if self.kernels == "native":
+            executor = native_executor(config, draft, cache, context_length, target.team)
+        elif self.kernels == "cuda":
+            executor = cuda_executor(config, draft, cache, context_length)
+        else:
+            executor = torch_executor(config, draft, cache, context_length)
         draft.checkpoint.release()
         limits = DraftLimits(
             context_length=context_length,
@@ -70,7 +76,7 @@ class ModelDraftPlan:
         return ModelDrafter(executor, config.block_size, limits)
 
 
-def draft_model(config: EngineConfig, model: OpenModel, *, is_native: bool) -> ModelDraftPlan:
+def draft_model(config: EngineConfig, model: OpenModel, *, kernels: Kernels) -> ModelDraftPlan:
     """The plan of drafter `draft`.
 
     Raises:
@@ -81,13 +87,10 @@ def draft_model(config: EngineConfig, model: OpenModel, *, is_native: bool) -> M
     fit = fit_of_draft(model, open_model(own))
     _log(fit)
     fit.check()
-    draft = fit.repaired
-    if own.quantization is not None and not is_native:
-        draft = rounded(draft, SCHEME_BITS[own.quantization])
-    return _plan(own, model, draft, is_native)
+    return _plan(own, model, fit.repaired, kernels)
 
 
-def self_draft(config: EngineConfig, model: OpenModel, *, is_native: bool) -> ModelDraftPlan:
+def self_draft(config: EngineConfig, model: OpenModel, *, kernels: Kernels) -> ModelDraftPlan:
     """The plan of drafter `self`: 4 bits unless told otherwise, and the first layers if told so.
 
     Raises:
@@ -104,9 +107,7 @@ def self_draft(config: EngineConfig, model: OpenModel, *, is_native: bool) -> Mo
             param="draft_quantization",
         )
     draft = model if config.draft_layers is None else first_layers(model, config.draft_layers)
-    if own.quantization is not None and not is_native:
-        draft = rounded(draft, SCHEME_BITS[own.quantization])
-    return _plan(own, model, draft, is_native)
+    return _plan(own, model, draft, kernels)
 
 
 def _own_options(config: EngineConfig, model: OpenModel, name: str) -> EngineConfig:
@@ -124,17 +125,22 @@ def _own_options(config: EngineConfig, model: OpenModel, name: str) -> EngineCon
     )
 
 
-def _plan(own: EngineConfig, model: OpenModel, draft: OpenModel, is_native: bool) -> ModelDraftPlan:
+def _plan(own: EngineConfig, model: OpenModel, draft: OpenModel, kernels: Kernels) -> ModelDraftPlan:
     codec = own.dtype if own.kv_cache_dtype == "auto" else own.kv_cache_dtype
-    reason = why_not_native(draft.config, codec, own.block_size) if is_native else None
+    reason = why_not_native(draft.config, codec, own.block_size) if kernels == "native" else None
     if reason is not None:
         raise UnsupportedError(
             f"the draft cannot run on the target's native kernels: {reason}", hint="use --backend reference"
         )
+    if kernels == "cuda" and (reason := why_not_cuda(draft.config, draft.dtype, codec)) is not None:
+        log.info("the draft is computed by torch: %s", reason)
+        kernels = "reference"
+    if own.quantization is not None and kernels == "reference":
+        draft = rounded(draft, SCHEME_BITS[own.quantization])
     draft = replace(
         draft, tokenizer=model.tokenizer, token_limit=model.vocab_size
     )  # it proposes the target's tokens only
-    return ModelDraftPlan(config=own, draft=draft, is_native=is_native)
+    return ModelDraftPlan(config=own, draft=draft, kernels=kernels)
 
 
 def _log(fit: DraftFit) -> None:

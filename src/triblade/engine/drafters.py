@@ -7,7 +7,7 @@ drafters share with their target stands in `TargetParts`; nobody reaches into th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from triblade.config import EngineConfig
 from triblade.engine.executor import StepExecutor
@@ -17,6 +17,8 @@ from triblade.models.config import ModelConfig
 from triblade.models.loader import OpenModel
 from triblade.registry import DRAFTERS
 from triblade.spec.drafter import Drafter
+
+Kernels = Literal["native", "cuda", "reference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def kv_layers(model: ModelConfig) -> LayerGroup:
     return LayerGroup(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
 
 
-def plan_drafter(config: EngineConfig, model: OpenModel, *, is_native: bool) -> DrafterPlan | None:
+def plan_drafter(config: EngineConfig, model: OpenModel, *, kernels: Kernels) -> DrafterPlan | None:
     """The plan of the drafter that is asked for; None decodes plainly.
 
     Raises:
@@ -67,5 +69,5 @@ def plan_drafter(config: EngineConfig, model: OpenModel, *, is_native: bool) -> 
     """
     if config.drafter is None:
         return None
-    plan: DrafterPlan = DRAFTERS[config.drafter](config, model, is_native=is_native)
+    plan: DrafterPlan = DRAFTERS[config.drafter](config, model, kernels=kernels)
     return plan

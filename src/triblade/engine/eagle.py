@@ -1,4 +1,4 @@
-"""Drafter `eagle`: a trained head, computed by torch or by the native kernels beside its target.
+"""Drafter `eagle`: a trained head, computed by the kernels of its target: torch's, the native ones, or those of `cuda_eagle`.
 
 Both read and write the head's layer in the target's KV rows and share the target's embedding. Knows no scheduler; which tokens the
 head must compute is `spec.eagle_drafter`'s business.
@@ -18,7 +18,9 @@ from triblade import spec
 from triblade.config import EngineConfig, forced_isa
 from triblade.engine.attend import PagedAttend
 from triblade.engine.batch import Batch
-from triblade.engine.drafters import TargetParts, kv_layers
+from triblade.engine.cuda import CudaExecutor
+from triblade.engine.cuda_eagle import CudaEagle
+from triblade.engine.drafters import Kernels, TargetParts, kv_layers
 from triblade.engine.executor import TorchExecutor
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import NativeOptions, NativeProgram, start_of
@@ -198,7 +200,6 @@ class EaglePlan:
 
     config: EngineConfig
     checkpoint: EagleCheckpoint
-    is_native: bool
 
     @property
     def layers(self) -> LayerGroup:
@@ -214,15 +215,13 @@ class EaglePlan:
     def build(self, target: TargetParts) -> EagleDrafter:
         """Load the head beside its target."""
         model, executor = self.checkpoint.config, target.executor
-        if not isinstance(executor, (TorchExecutor, NativeExecutor)):
-            raise UnsupportedError(
-                f"backend {executor.name} shows nobody its hidden states, which drafter eagle reads",
-                hint="use --drafter suffix, or --backend reference",
-            )
-        if self.checkpoint.inner_layers:
+        assert isinstance(executor, (TorchExecutor, NativeExecutor, CudaExecutor))
+        if self.checkpoint.inner_layers or isinstance(executor, CudaExecutor):
             executor.keep_layers(self.checkpoint.inner_layers)
-        head: TorchEagle | NativeEagle
-        if isinstance(executor, NativeExecutor):
+        head: TorchEagle | NativeEagle | CudaEagle
+        if isinstance(executor, CudaExecutor):
+            head = CudaEagle(self.checkpoint, target, self.config.draft_confidence)
+        elif isinstance(executor, NativeExecutor):
             options = NativeOptions(
                 vocab_size=len(self.checkpoint.weights.token_ids),
                 max_tokens=self.config.max_num_batched_tokens,
@@ -242,7 +241,7 @@ class EaglePlan:
         return EagleDrafter(head, self.config.block_size, limits)
 
 
-def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> EaglePlan:
+def eagle_head(config: EngineConfig, model: OpenModel, *, kernels: Kernels) -> EaglePlan:
     """The plan of drafter `eagle`: the head that is named, or one that comes with the package and fits.
 
     Raises:
@@ -251,11 +250,11 @@ def eagle_head(config: EngineConfig, model: OpenModel, *, is_native: bool) -> Ea
     """
     folder = config.draft_model
     checkpoint = _shipped_head(model) if folder is None else load_eagle(Path(folder), model)
-    if is_native and any(matrix.group % 16 for matrix in checkpoint.weights.matrices().values()):
+    if kernels == "native" and any(matrix.group % 16 for matrix in checkpoint.weights.matrices().values()):
         raise UnsupportedError(
             "the head's groups are not whole lanes of the native kernels", hint="use --backend reference"
         )
-    return EaglePlan(config=config, checkpoint=checkpoint, is_native=is_native)
+    return EaglePlan(config=config, checkpoint=checkpoint)
 
 
 def _shipped_head(model: OpenModel) -> EagleCheckpoint:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from triblade.engine.attend import PagedAttend
+from triblade.engine.attend import PagedAttend, StepAttention
 from triblade.engine.batch import Batch, StepItem
 from triblade.kv.cache import KVCache
 from triblade.models.decoder import Decoder
@@ -66,6 +66,9 @@ class Draw:
     position: int  # output tokens before it
     temperature: float
     min_p: float
+    rows: int = (
+        1  # at the item's end, each drawn as if one more output token were before it: more than one where drafts are
+    )
 
 
 GREEDY = Draw(0, 0, 0.0, 0.0)
@@ -85,11 +88,14 @@ class TorchExecutor:
 
     max_rows = None
 
-    def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, vocab_size: int, attention: StepAttention | None = None
+    ) -> None:
         self.name = decoder.backend.name
         self.cache = cache
         self.decoder = decoder
         self._vocab_size = vocab_size
+        self._attention = attention  # None: the backend's
         self._hidden = torch.empty(0)
         self._kept: tuple[int, ...] = ()
         self._inner = dict[int, Tensor]()  # by layer, [T, C]
@@ -104,7 +110,7 @@ class TorchExecutor:
         """See `StepExecutor`."""
         decoder = self.decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
-        attend = PagedAttend(batch, self.cache, decoder.config, decoder.backend)
+        attend = PagedAttend(batch, self.cache, decoder.config, decoder.backend, self._attention)
         watch = self._watch if self._kept else None
         self._hidden = decoder.forward(batch.input_ids, batch.positions, attend, watch)  # [T, C]
 

@@ -23,7 +23,7 @@ from triblade.engine.client import EngineClient, EngineLoad
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import RequestOutput
 from triblade.engine.request import Request
-from triblade.errors import EngineDeadError
+from triblade.errors import EngineDeadError, MemoryBudgetError
 from triblade.models.config import ModelConfig
 from triblade.models.tokenizer import Tokenizer
 from triblade.sampling_params import SamplingParams
@@ -169,7 +169,8 @@ class LocalClient(EngineClient):
             except Exception as error:
                 faults += 1
                 log.exception("a step failed; its requests end with an error")
-                self._deliver(self._engine.fail(f"internal error: {type(error).__name__}"))
+                reason = error.message if isinstance(error, MemoryBudgetError) else type(error).__name__
+                self._deliver(self._engine.fail(f"internal error: {reason}"))
                 if faults == MAX_FAULTS_IN_A_ROW:
                     self._die(EngineDeadError("the engine failed too often in a row and stopped", hint="see the log"))
 

@@ -1,24 +1,44 @@
 """How much memory a model, its KV cache and a step take, decided before anything is loaded.
 
 Pure arithmetic over sizes in bytes; it allocates nothing. When something does not fit, the message says what is there, what is
-asked for, and which option to change.
+asked for, and which option to change; `explained` says it where memory ran out all the same.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from triblade.config import EngineConfig
 from triblade.errors import ConfigError, MemoryBudgetError
 from triblade.kv.layout import KVLayout
 from triblade.models.config import ModelConfig
 
-# Without an explicit size the cache holds this many full contexts, if memory does: enough for several users and their prefixes
-# without taking a machine's whole memory for a small model.
+# Without an explicit size a cache in main memory holds this many full contexts: enough for several users and their prefixes without
+# taking a machine's whole memory for a small model. On a GPU it holds one for every request that may run.
 DEFAULT_CONTEXTS = 8
 FLOAT32_BYTES = 4
 # Copies of the logits that sampling makes (processed, probabilities, integer weights and their sums in 64 bits).
 LOGITS_COPIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that an engine may plan with.
+
+    Attributes:
+        available_bytes: free now.
+        is_own: the memory of a GPU, which nobody else waits for: the cache takes what it can use.
+        scratch_bytes: what kernels need besides a step's activations.
+    """
+
+    available_bytes: int
+    is_own: bool = False
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +64,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, layout: KVLayout, weight_bytes: int, available_bytes: int
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, weight_bytes: int, memory: Room
 ) -> MemoryPlan:
     """Decide context length and number of KV blocks.
 
@@ -53,10 +73,11 @@ def plan_memory(
         MemoryBudgetError: weights, or one context as asked for, do not fit.
     """
     wanted = _wanted_context(config, model)
-    activations = activation_bytes(config, model, weight_bytes // max(1, model.num_parameters))
+    activations = activation_bytes(config, model, weight_bytes // max(1, model.num_parameters)) + memory.scratch_bytes
     rope = sum(2 * FLOAT32_BYTES * wanted * (r.rotary_dim // 2) for r in model.ropes)
-    room = int(available_bytes * config.gpu_memory_utilization) - weight_bytes - activations - rope
-    blocks = _num_blocks(config, layout, wanted, room)
+    room = int(memory.available_bytes * config.gpu_memory_utilization) - weight_bytes - activations - rope
+    contexts = config.max_num_seqs if memory.is_own else min(DEFAULT_CONTEXTS, config.max_num_seqs)
+    blocks = _num_blocks(config, layout, contexts * layout.blocks_for(wanted), room)
     capacity = blocks * layout.block_size
     if capacity < wanted and config.max_model_len is not None:
         raise MemoryBudgetError(
@@ -96,8 +117,8 @@ def _wanted_context(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _num_blocks(config: EngineConfig, layout: KVLayout, context: int, room_bytes: int) -> int:
-    """Blocks of the pool: as told, or enough for a few full contexts within the room there is.
+def _num_blocks(config: EngineConfig, layout: KVLayout, useful: int, room_bytes: int) -> int:
+    """Blocks of the pool: as told, or as many as are useful within the room there is.
 
     Raises:
         ConfigError: the memory asked for does not hold a block.
@@ -112,8 +133,7 @@ def _num_blocks(config: EngineConfig, layout: KVLayout, context: int, room_bytes
                 f"kv_cache_memory_bytes must be {needed}, got: {told_bytes}", param="kv_cache_memory_bytes"
             )
         return told_bytes // layout.row_bytes
-    contexts = min(DEFAULT_CONTEXTS, config.max_num_seqs)
-    blocks = min(contexts * layout.blocks_for(context), room_bytes // layout.row_bytes)
+    blocks = min(useful, room_bytes // layout.row_bytes)
     if blocks < 1:
         raise MemoryBudgetError(
             f"no room for a KV cache: one block takes {layout.row_bytes} bytes, {max(room_bytes, 0)} are left "
@@ -126,3 +146,23 @@ def _num_blocks(config: EngineConfig, layout: KVLayout, context: int, room_bytes
 def mebibytes(size: int) -> str:
     """A size for people."""
     return f"{size / 2**20:,.0f} MiB"
+
+
+@contextmanager
+def explained(doing: str, device: torch.device, hint: str) -> Iterator[None]:
+    """What to change where memory of a device runs out.
+
+    Raises:
+        MemoryBudgetError: it did while `doing`.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        state = ""
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            own = torch.cuda.memory_reserved(device)
+            state = f"; {mebibytes(free)} of {mebibytes(total)} are free, {mebibytes(own)} are this engine's"
+        wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        size = f" ({wanted[1]} wanted)" if wanted else ""
+        raise MemoryBudgetError(f"{device} ran out of memory while {doing}{size}{state}", hint=hint) from error

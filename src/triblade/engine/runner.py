@@ -78,8 +78,7 @@ class ModelRunner:
         is_greedy = all(row.is_plain_greedy for row in firsts)
         if self._drawer is None:
             return is_greedy
-        has_drafts = any(result.item.num_draft_tokens for result in sampling)
-        is_drawn = not (is_greedy or has_drafts) and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
+        is_drawn = not is_greedy and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
         self._drawer.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
         return is_greedy or is_drawn
 
@@ -146,7 +145,9 @@ def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs 
 def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> list[Draw]:
     """How each item goes on."""
     drawn = {
-        result.first_row: Draw(row.seed, row.position, row.params.temperature, row.params.min_p)
+        result.first_row: Draw(
+            row.seed, row.position, row.params.temperature, row.params.min_p, result.item.num_draft_tokens + 1
+        )
         for result, row in zip(sampling, wanted, strict=True)
         if not row.params.is_greedy
     }

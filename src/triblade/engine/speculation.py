@@ -3,8 +3,8 @@
 Joins a drafter, which knows no scheduler, with a policy, which knows no tensor. A length is cut to what the request may still
 produce, to the free blocks and to the budget of the next step, so that a draft never costs another request its turn.
 
-Where drafts lose for long, even asking costs: a few per cent of a step of several requests. Then everything here sleeps for a
-while. Drafters are used to that: they catch up, with what they still can know.
+Where drafts lose for long, even asking costs: a few per cent of a step. Then everything here sleeps for a while. Drafters are used
+to that: they catch up, with what they still can know.
 
 Life of a step: its tokens are committed, `note` counts them request by request -> `after_step` tells the policy what it took, asks
 for lengths, and has the drafter propose what the next step verifies.
@@ -35,33 +35,45 @@ from triblade.spec.record import Speculation, SpeculationCounts
 
 log = logging.getLogger(__name__)
 
-NAP_REQUESTS = 4  # fewer requests leave so much to gain that the policy's own probes are worth it
+FEW_REQUESTS = 4  # with fewer, so much can be gained that naps are short and end with each new request
 IDLE_STEPS = 64  # without a draft wanted by anybody, until the first nap
 ACTIVE_STEPS = 32  # with drafts in a row, after which naps are short again
-NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048  # doubles from nap to nap
+FEW_NAP_STEPS, FEW_NAP_STEPS_AT_MOST = 64, 256  # doubles from nap to nap
+NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048
 
 
 class _Naps:
-    """When nobody wants drafts, and for how long nobody asks."""
+    """When nobody wants drafts, and for how long nobody asks.
 
-    def __init__(self) -> None:
+    Args:
+        first: steps of the first nap.
+        most: of the longest.
+    """
+
+    def __init__(self, first: int, most: int) -> None:
         self._left = self._idle = self._active = 0
-        self._next = NAP_STEPS
+        self._first, self._most = first, most
+        self._next = first
 
     def is_asleep(self) -> bool:
         """Whether this step passes in sleep; called once a step."""
         self._left -= self._left > 0
         return self._left > 0
 
+    def wake(self) -> None:
+        """Something has changed."""
+        self._left = self._idle = 0
+        self._next = self._first
+
     def observe(self, *, wants_drafts: bool) -> None:
         """What was asked for after a step that had requests to draft for."""
         self._active = self._active + 1 if wants_drafts else 0
         self._idle = 0 if wants_drafts else self._idle + 1
         if self._active >= ACTIVE_STEPS:
-            self._next = NAP_STEPS
+            self._next = self._first
         if self._idle >= IDLE_STEPS:
             self._left, self._idle = self._next, 0
-            self._next = min(2 * self._next, NAP_STEPS_AT_MOST)
+            self._next = min(2 * self._next, self._most)
 
 
 def make_policy(config: EngineConfig) -> DraftPolicy:
@@ -91,7 +103,10 @@ class Speculator:
         self._scheduler = scheduler
         self._asked: dict[int, int] = {}  # request number -> tokens asked for in the draft that is not verified yet
         self._noted: list[tuple[Speculation, Verified]] = []  # decoding requests of this step
-        self._naps = _Naps()
+        self._few_naps = _Naps(FEW_NAP_STEPS, FEW_NAP_STEPS_AT_MOST)
+        self._naps = _Naps(NAP_STEPS, NAP_STEPS_AT_MOST)
+        self._is_asleep = False
+        self._newest = -1  # request seen
         self._draft_s: float | None = None  # of the last proposals; None where they also took in prompts
 
     def note(self, result: StepResult, num_committed: int, *, is_last: bool) -> None:
@@ -101,6 +116,8 @@ class Speculator:
             request.speculation = Speculation()
         request.speculation.add(drafted, accepted)
         self.counts.add(drafted, accepted)
+        if self._is_asleep:
+            return
         asked = self._asked.pop(request.number, drafted)
         if _decodes(result):
             verified = Verified(request.number, asked, drafted, accepted, is_last)
@@ -108,7 +125,8 @@ class Speculator:
 
     def after_step(self, results: Sequence[StepResult], seconds: float) -> None:
         """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are."""
-        if self._naps.is_asleep():
+        self._is_asleep = self._sleeps(results)
+        if self._is_asleep:
             self._noted, self._draft_s = [], None
             return
         self._learn(sum(result.item.num_tokens for result in results), seconds)
@@ -121,6 +139,14 @@ class Speculator:
         self._asked.pop(request.number, None)
         if request.speculation is not None and log.isEnabledFor(logging.DEBUG):
             log.debug("%s, choice %d: speculation %s", request.request_id, request.index, request.speculation.as_json())
+
+    def _sleeps(self, results: Sequence[StepResult]) -> bool:
+        """Whether nobody is asked for drafts after this step."""
+        newest = max((result.request.number for result in results), default=-1)
+        if newest > self._newest:
+            self._newest = newest
+            self._few_naps.wake()
+        return (self._few_naps if len(results) < FEW_REQUESTS else self._naps).is_asleep()
 
     def _learn(self, rows: int, seconds: float) -> None:
         """Tell the policy, and each request what its tokens would have taken without drafts."""
@@ -142,8 +168,10 @@ class Speculator:
             self._draft_s = None
             return
         items = self._items(results)
-        if sum(result.item.samples for result in results) >= NAP_REQUESTS:
-            self._naps.observe(wants_drafts=any(item.length for item in items))
+        num_decoding = sum(result.item.samples for result in results)
+        if num_decoding:
+            naps = self._few_naps if num_decoding < FEW_REQUESTS else self._naps
+            naps.observe(wants_drafts=any(item.length for item in items))
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
         self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None

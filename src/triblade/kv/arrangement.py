@@ -35,6 +35,12 @@ class TokenPlane:
         self._shape = (group.num_kv_heads,) if kind == "scales" else (group.num_kv_heads, group.head_dim)
         self._items: Tensor = items.unflatten(1, (block_size, -1))  # [num_blocks, block_size, G * D or G]
 
+    @property
+    def vectors(self) -> Tensor:
+        """[num_blocks, block_size, G, D] (or [num_blocks, block_size, G]) in place."""
+        vectors: Tensor = self._items.unflatten(2, self._shape)
+        return vectors
+
     def write(self, block: Tensor, offset: Tensor, encoded: Tensor) -> None:
         self._items[block, offset] = encoded.flatten(1)
 

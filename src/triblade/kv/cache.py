@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triblade.kv.arrangement import PLANES, PlaneView
+from triblade.kv.arrangement import PLANES, PlaneView, TokenPlane
 from triblade.kv.codecs import KVCodec
 from triblade.kv.layout import KVLayout, Plane
 from triblade.registry import KV_CODECS
@@ -75,6 +75,19 @@ class KVCache:
         """Keys and values of blocks [N] as they are stored: planes [N * block_size, G, D] or [N * block_size, G]."""
         keys, values = self._keys[layer], self._values[layer]
         return tuple(plane.read(blocks) for plane in keys), tuple(plane.read(blocks) for plane in values)
+
+    @property
+    def stores_vectors(self) -> bool:
+        """Whether keys and values lie in the pool as they are, token after token."""
+        planes, _ = self.layout.planes(self.first_layer)
+        return len(planes) == 1 and self.layout.arrangement == "tokens"
+
+    def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [num_blocks, block_size, G, D] in place, where `stores_vectors`."""
+        (keys,), (values,) = self._keys[layer], self._values[layer]
+        assert isinstance(keys, TokenPlane)
+        assert isinstance(values, TokenPlane)
+        return keys.vectors, values.vectors
 
     def _read(self, planes: tuple[PlaneView, ...], block_table: Tensor) -> Tensor:
         blocks = block_table.flatten()

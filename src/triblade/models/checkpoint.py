@@ -74,13 +74,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: something that the headers promise is missing or corrupt.
         UnsupportedError: the format is understood, but not read.
     """
-    from triblade.models.gguf_checkpoint import GGUFCheckpoint
-    from triblade.models.safetensors_checkpoint import SafetensorsCheckpoint
-
     if path.is_dir():
+        from triblade.models.safetensors_checkpoint import SafetensorsCheckpoint
+
         folder = SafetensorsCheckpoint(path)
         return _quantized(folder) if folder.quantization else folder
-    if path.is_file():
+    if path.is_file():  # its package need not be installed for other models
+        from triblade.models.gguf_checkpoint import GGUFCheckpoint
+
         return GGUFCheckpoint(path)
     raise CheckpointError(f"no such file or folder: {path}")
 

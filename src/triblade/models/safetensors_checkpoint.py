@@ -7,8 +7,10 @@ happens. Pickled weights are never opened. Knows no GGUF, no decoder, and of qua
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,25 @@ from safetensors import SafetensorError, safe_open
 
 from triblade.errors import CheckpointError, UnsupportedError
 from triblade.models.checkpoint import digest, sample_spans, unknown_tensor
+from triblade.models.device_tensors import DeviceTensors, StoredTensor
 from triblade.models.json_files import read_json_object, read_json_object_if_present
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _BY_NAME = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CUT_SHORT = "the file is damaged or cut short; fetch it again"
 
@@ -65,6 +80,7 @@ class SafetensorsCheckpoint:
         self._files = {file: _open(folder / file) for file in files}
         self._entries = _entries(folder, files, weight_map)
         self.dtype = _dtype(self._entries.values(), self.config)
+        self._on_device: DeviceTensors | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -76,18 +92,36 @@ class SafetensorsCheckpoint:
         return frozenset(self._entries)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as stored, mapped from its file.
+        """A tensor as stored, mapped from its file, or on the device of `load_to`.
 
         Raises:
             CheckpointError: there is no such tensor.
         """
         if name not in self._entries:
             raise unknown_tensor(name, self.path)
+        if self._on_device is not None and self._entries[name].num_bytes:
+            return self._on_device.tensor(name)
         tensor: torch.Tensor = self._files[self._entries[name].file].get_tensor(name)
         return tensor
 
+    def load_to(self, device: torch.device | None) -> None:
+        """See `LoadsToDevice`."""
+        if self._on_device is not None:
+            self._on_device.close()
+            self._on_device = None
+        if device is None:
+            return
+        stored = {
+            name: StoredTensor(self.path / e.file, e.offset, e.num_bytes, _TYPES[e.dtype], e.shape)
+            for name, e in self._entries.items()
+            if e.dtype in _TYPES
+        }
+        if len(stored) == len(self._entries):
+            self._on_device = DeviceTensors(stored, device)
+
     def release(self) -> None:
         """Map the files anew, without the pages that were read."""
+        self.load_to(None)
         self._files = {file: _open(self.path / file) for file in self._files}
 
     def info(self, name: str) -> TensorInfo:
@@ -105,12 +139,24 @@ class SafetensorsCheckpoint:
         return digest(self.config, self._samples())
 
     def _samples(self) -> Iterator[bytes]:
-        for name, entry in sorted(self._entries.items()):
-            yield f"{name} {entry.dtype} {entry.shape}".encode()
-            with (self.path / entry.file).open("rb") as file:
-                for offset, length in sample_spans(entry.offset, entry.num_bytes):
-                    file.seek(offset)
-                    yield file.read(length)
+        entries = sorted(self._entries.items())
+        spans = {name: sample_spans(entry.offset, entry.num_bytes) for name, entry in entries}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((self.path / name).open("rb")) for name in self._files}
+            for name, entry in entries:
+                _ask_for(files[entry.file].fileno(), spans[name])
+            for name, entry in entries:
+                yield f"{name} {entry.dtype} {entry.shape}".encode()
+                for offset, length in spans[name]:
+                    files[entry.file].seek(offset)
+                    yield files[entry.file].read(length)
+
+
+def _ask_for(file: int, spans: Iterable[tuple[int, int]]) -> None:
+    """Have the system read pieces of a file meanwhile, where it can be asked: all together are much quicker than in turn."""
+    if hasattr(os, "posix_fadvise"):
+        for offset, length in spans:
+            os.posix_fadvise(file, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

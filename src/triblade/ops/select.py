@@ -39,23 +39,11 @@ def select_device(name: Literal["auto", "cpu", "cuda"]) -> tuple[torch.device, s
     ), "asked for" if name == "cuda" else "a CUDA device is there"
 
 
-def select_backend(
-    attention: Literal["auto", "sdpa", "eager"], *, deterministic: bool, softcap: bool
-) -> tuple[Backend, str]:
-    """The backend and the reason for its attention.
-
-    Raises:
-        UnsupportedError: sdpa was asked for, and the model caps its scores.
-    """
+def select_backend(attention: str, *, deterministic: bool, softcap: bool) -> tuple[Backend, str]:
+    """The torch backend and the reason for its attention; what it has not is replaced."""
     if deterministic:
         return BACKENDS["deterministic"](), "deterministic mode has its own attention"
-    if attention == "sdpa" and softcap:
-        raise UnsupportedError(
-            "attention_backend sdpa cannot cap attention scores, which this model needs", hint="use auto or eager"
-        )
-    name, reason = attention, "asked for"
-    if attention == "auto":
-        name, reason = (
-            ("eager", "the model caps attention scores") if softcap else ("sdpa", "fastest that fits the model")
-        )
+    name, reason = ("eager", "the model caps attention scores") if softcap else ("sdpa", "fastest that fits the model")
+    if attention in ("eager", name):
+        name, reason = attention, "asked for"
     return BACKENDS["reference"](_ATTENTION[name]), f"attention {name}: {reason}"

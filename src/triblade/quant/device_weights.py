@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from triblade.models.config import ModelConfig
+from triblade.models.decoder import DecoderWeights
+from triblade.models.device_tensors import LoadsToDevice
 from triblade.models.weights import TensorSource
 from triblade.ops.backend import Linear
-from triblade.ops.cuda.packing import GROUPS, DeviceMatrix, pack_codes, pack_dense, why_not_packed
+from triblade.ops.cuda.packing import GROUPS, DeviceMatrix, finer_groups, pack_codes, pack_dense, why_not_packed
 from triblade.ops.packing import QuantizedMatrix
 from triblade.quant.packed_weights import CodesReader, Scheme, packed_bytes
 from triblade.quant.rtn import round_to_nearest
@@ -23,6 +25,16 @@ from triblade.quant.rtn import round_to_nearest
 
 class DeviceReader(CodesReader[DeviceMatrix]):
     """Matrices packed for the CUDA kernels, on their device."""
+
+    def read(self) -> DecoderWeights[DeviceMatrix]:
+        """Everything; what a checkpoint can bring onto the device by itself never becomes whole in main memory."""
+        if self.device.type != "cuda" or not isinstance(self.source, LoadsToDevice):
+            return super().read()
+        self.source.load_to(self.device)
+        try:
+            return super().read()
+        finally:
+            self.source.load_to(None)
 
     def merged(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> DeviceMatrix:
         """Rows of all parts, one after the other."""
@@ -43,7 +55,7 @@ class DeviceReader(CodesReader[DeviceMatrix]):
         if codes is None:
             weight = torch.cat([self._to_device(self.fetch(f"{n}.weight", (rows, inputs))) for n, rows in parts])
             return pack_dense(Linear(weight, self._biases(bias)), is_gated=is_gated)
-        codes = _on(codes, self.device)
+        codes = finer_groups(_on(codes, self.device))
         reason = why_not_packed(inputs, codes.group)
         if reason is None:
             return pack_codes(codes, self._dtype, is_gated=is_gated)

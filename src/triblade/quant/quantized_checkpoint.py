@@ -76,6 +76,10 @@ class QuantizedCheckpoint:
         """Inputs [in] of a quantized module in the order of their groups; None: their own order."""
         return self._format.input_order(self._stored, self.modules[module])
 
+    def load_to(self, device: torch.device | None) -> None:
+        """See `LoadsToDevice`."""
+        self._stored.load_to(device)
+
     def release(self) -> None:
         """See `Checkpoint`."""
         self._stored.release()

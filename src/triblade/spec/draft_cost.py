@@ -1,7 +1,8 @@
 """What drafting takes, learned from the steps that were run: once per step, by tokens in a row, and by tokens of all requests.
 
-Knows no request and has no clock: times are arguments, relative to a step. Invariant: no price is negative, and what was hardly
-observed costs nothing, so that a drafter gets its chance.
+Counts the tokens that a drafter computed, not those it was asked for: it may end its drafts earlier. Knows no request and has no
+clock: times are arguments, relative to a step. Invariant: no price is negative, and what was hardly observed costs nothing, so that
+a drafter gets its chance.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class DraftTimes:
     idle: float  # without drafts: some drafters keep in step with the target at a cost
     prices: Prices
 
-    def at(self, depth: int, tokens: int) -> float:
-        """What it takes to draft up to `depth` tokens per request, `tokens` in all."""
+    def at(self, depth: float, tokens: float) -> float:
+        """What it takes to draft `depth` tokens one after the other, `tokens` for all requests; both may be expectations."""
         if depth == 0:
             return self.idle
         once, per_depth, per_token = self.prices
@@ -48,7 +49,7 @@ class DraftCost:
         self._observed = 0
 
     def observe(self, depth: int, tokens: int, time: float) -> None:
-        """Drafting up to `depth` tokens per request, `tokens` in all, took so long."""
+        """Drafting `depth` tokens one after the other, `tokens` for all requests, took so long."""
         if depth == 0:
             self._observe_idle(time)
             return

@@ -28,6 +28,11 @@ class Verified:
     accepted: int  # of these, and committed
     is_last: bool = False  # the request ended with this step: what it did not accept was not judged
 
+    @property
+    def tries(self) -> int:
+        """Tokens that the drafter computed: those it offered, and the one behind them of which it was too unsure."""
+        return min(self.asked, self.proposed + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

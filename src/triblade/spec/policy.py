@@ -4,7 +4,7 @@ Knows no tensor, no token, no drafter and no clock: times and outcomes are told 
 lengths. Invariant: a request is never asked to draft more than it could still use.
 
     tokens of a step     E = sum over requests of 1 + a1 + a1 a2 + ... + a1 ... ak      (a_i: acceptance of its position i)
-    seconds of a step    T(rows) + D(k): verification by its rows, drafting by its length, both learned from steps that ran
+    seconds of a step    T(rows) + D(k): verification by its rows, drafting by the tokens tried, both learned from steps that ran
     the choice           all k = 0 at first; the request with the likeliest next token gets one more, and so on; of all
                          allocations on this way the one with the highest E / (T + D) is taken
 
@@ -114,7 +114,7 @@ class PolicySettings:
     request_fade: float = 0.98  # what a step without drafts leaves of these counts,
     shared_fade: float = 0.99
     usual_fade: float = 0.996  # so that a bad stretch is forgiven after a time as long as the evidence was strong
-    patience: float = 0.03  # share of the rate that may be lost for what pays in the long run
+    patience: float = 0.05  # share of the rate that may be lost for what pays in the long run
     plain_steps_first: int = 3  # before anything is drafted
     detour_worth: float = 0.8  # share of the best rate that is expected of it at least
     decide_every: int = 4  # steps between decisions while the batch stays the same; doubles while they change nothing
@@ -128,15 +128,22 @@ class PolicySettings:
 class _Habits:
     """What a request (or all of them together) was offered and accepted."""
 
-    __slots__ = ("accepted", "offered")
+    __slots__ = ("accepted", "backed", "offered")
 
     def __init__(self, length: int, keep: float) -> None:
-        self.accepted = PositionCounts(length, keep)
-        self.offered = PositionCounts(length, keep)
+        self.accepted = PositionCounts(length, keep)  # of what was offered, behind accepted tokens
+        self.offered = PositionCounts(length, keep)  # of what was asked for, behind offered tokens
+        self.backed = PositionCounts(length, keep)  # of what was asked for, behind accepted tokens
 
     def observe(self, outcome: Verified) -> None:
         self.offered.observe(outcome.asked, outcome.proposed)
+        self.backed.observe(min(outcome.asked, outcome.accepted + 1), outcome.proposed)
         self.accepted.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
+
+    def prospect(self, prior: Sequence[Sequence[float]], limit: int, weight: float) -> Prospect:
+        """What to expect of drafts of up to `limit` tokens, with what is expected of all as the prior."""
+        own = (self.accepted, self.offered, self.backed)
+        return Prospect.of(*(counts.estimates(base[:limit], weight) for counts, base in zip(own, prior, strict=True)))
 
 
 class AdaptivePolicy:
@@ -161,6 +168,7 @@ class AdaptivePolicy:
         self._worth: list[Detour] = []  # at the last decision
         self._row_times: RowTimes | None = None  # at the last decision
         self._steps = 0  # observed
+        self._idle_steps = 0  # since somebody drafted, not forgiven yet
         self._decided_at = 0
         self._pause = settings.decide_every
 
@@ -189,16 +197,21 @@ class AdaptivePolicy:
         if not record.verified:
             return
         self._steps += 1
+        is_plain = True
         for outcome in record.verified:
-            self._observe_request(outcome)
-        if not any(outcome.asked for outcome in record.verified):
-            self._forgive()
-        self._detours.observe(self._steps, is_plain=not any(outcome.proposed for outcome in record.verified))
+            if outcome.asked:
+                self._forgive()
+                self._observe_request(outcome)
+                is_plain &= not outcome.proposed
+            elif outcome.number == self._probes.request:
+                self._probes.observe(outcome, self._steps)
+        self._idle_steps += not any(outcome.asked for outcome in record.verified)
+        self._detours.observe(self._steps, is_plain=is_plain)
         if record.is_decode_only:
             self._step_cost.observe(record.rows, record.target_s)
             if record.draft_s is not None and not self._step_cost.is_empty:
-                asked = [outcome.asked for outcome in record.verified]
-                self._draft_cost.observe(max(asked), sum(asked), record.draft_s / self._step_cost.level_s)
+                tries = [outcome.tries for outcome in record.verified]
+                self._draft_cost.observe(max(tries), sum(tries), record.draft_s / self._step_cost.level_s)
 
     def forget(self, number: int) -> None:
         """See `DraftPolicy.forget`."""
@@ -235,15 +248,19 @@ class AdaptivePolicy:
         self._probes.observe(outcome, self._steps)
 
     def _forgive(self) -> None:
-        """Nobody drafts: what speaks against it grows old and is not renewed."""
+        """Nobody drafted in the last steps: what speaks against it has grown old and was not renewed."""
+        steps, self._idle_steps = self._idle_steps, 0
+        if not steps:
+            return
         for habits in self._habits.values():
-            habits.accepted.fade(self._settings.request_fade)
-        self._shared.accepted.fade(self._settings.shared_fade)
-        self._usual.fade(self._settings.usual_fade)
+            habits.accepted.fade(self._settings.request_fade**steps)
+        self._shared.accepted.fade(self._settings.shared_fade**steps)
+        self._usual.fade(self._settings.usual_fade**steps)
 
     def _decide(self, candidates: Sequence[Candidate]) -> None:
         """Choose lengths; one that was chosen before changes only if that makes its request faster by `gain`."""
         settings = self._settings
+        self._forgive()
         self._decided_at = self._steps
         times = self._row_times = self._step_cost.table()
         search = DraftSearch(self._prospects(candidates), times, self._draft_cost.times())
@@ -292,7 +309,8 @@ class AdaptivePolicy:
         if search.rate(lengths) < (1.0 - self._settings.patience) * search.rate(nothing):
             return nothing
         usual = self._usual.estimates([self._settings.first_acceptance], self._settings.first_weight)
-        long_run = search.with_prospects([Prospect.of(usual, [1.0])] * len(candidates))
+        offered = self._shared.offered.estimates([1.0], self._settings.first_weight)
+        long_run = search.with_prospects([Prospect.of(usual, offered, offered)] * len(candidates))
         return lengths if long_run.rate(lengths) > long_run.rate(nothing) else nothing
 
     def _prospects(self, candidates: Iterable[Candidate]) -> list[Prospect]:
@@ -301,14 +319,14 @@ class AdaptivePolicy:
         first = min(usual, settings.first_acceptance)  # a bad name lasts longer than a good one
         accepted = self._shared.accepted.estimates([first] * settings.max_length, settings.first_weight)
         offered = self._shared.offered.estimates([1.0] * settings.max_length, settings.first_weight)
-        prospects = []
+        backed = self._shared.backed.estimates([1.0] * settings.max_length, settings.first_weight)
+        prior, prospects = (accepted, offered, backed), []
         for candidate in candidates:
             habits = self._habits.get(candidate.number)
             limit = self._rule.apply(candidate, settings.max_length)
-            if habits is None:
-                prospects.append(Prospect.of(accepted[:limit], offered[:limit]))
-                continue
-            own_accepted = habits.accepted.estimates(accepted[:limit], settings.prior_weight)
-            own_offered = habits.offered.estimates(offered[:limit], settings.prior_weight)
-            prospects.append(Prospect.of(own_accepted, own_offered))
+            prospects.append(
+                habits.prospect(prior, limit, settings.prior_weight)
+                if habits is not None
+                else Prospect.of(*(base[:limit] for base in prior))
+            )
         return prospects

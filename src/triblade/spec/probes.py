@@ -19,7 +19,8 @@ class ProbeSettings:
     probe_patience: int = 32  # steps after which a probe ends, drafts or not
     probe_after: int = 32  # steps until the first probe; doubles with every probe in vain
     probe_after_at_most: int = 2048
-    plain_every: int = 128  # at least one step in so many is plain, and
+    plain_every: int = 128  # at least one step in so many is plain, in the beginning
+    plain_first: int = 8  # one in so many; and
     detour_every: int = (
         32  # one in so many plain, or with a token more or less than chosen, where that is nearly as good;
     )
@@ -38,7 +39,7 @@ class Probes:
         self._settings = settings
         self._pause = settings.probe_after
         self._due_at = settings.probe_after
-        self._request: int | None = None  # being probed
+        self.request: int | None = None  # being probed
         self._steps_left = 0
         self._began_at = 0
         self._awaits_verdict: int | None = None
@@ -46,18 +47,18 @@ class Probes:
 
     def choose(self, idle: Sequence[int], step: int) -> int | None:
         """The request to probe in the next step, of those that get no drafts."""
-        if self._request is not None and self._request not in idle:
+        if self.request is not None and self.request not in idle:
             self._finish(step)
-        if self._request is None and idle and step >= self._due_at:
-            self._request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
-            self._probed[self._request] = step
+        if self.request is None and idle and step >= self._due_at:
+            self.request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
+            self._probed[self.request] = step
             self._steps_left = self._settings.probe_steps
             self._began_at = step
-        return self._request
+        return self.request
 
     def observe(self, outcome: Verified, step: int) -> None:
         """A step of a request is over."""
-        if outcome.number != self._request:
+        if outcome.number != self.request:
             return
         self._steps_left -= outcome.proposed > 0
         if self._steps_left <= 0 or step >= self._began_at + self._settings.probe_patience:
@@ -74,15 +75,15 @@ class Probes:
     def forget(self, number: int) -> None:
         """The request ended; a probe of it ends too, without a verdict, and the next one waits as long as this one did."""
         self._probed.pop(number, None)
-        if number == self._request:
-            self._request = None
+        if number == self.request:
+            self.request = None
             self._due_at = self._began_at + self._pause
         if number == self._awaits_verdict:
             self._awaits_verdict = None
 
     def _finish(self, step: int) -> None:
         """Pause; longer than the last time unless the verdict says otherwise."""
-        self._awaits_verdict, self._request = self._request, None
+        self._awaits_verdict, self.request = self.request, None
         self._pause = min(2 * self._pause, self._settings.probe_after_at_most)
         self._due_at = step + self._pause
 
@@ -107,7 +108,7 @@ class Detours:
     def choose(self, worth: Sequence[Detour], step: int) -> Detour:
         """What to do in this step, one after the other of what is worth trying; mostly to add 0."""
         settings = self._settings
-        if step - self._plain_at >= settings.plain_every:
+        if step - self._plain_at >= min(settings.plain_every, settings.plain_first + step // settings.detour_growth):
             return PLAIN
         if not worth or step - self._detour_at < min(
             settings.detour_every, settings.detour_first + step // settings.detour_growth

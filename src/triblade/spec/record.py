@@ -26,7 +26,9 @@ class SpeculationCounts:
     def add(self, drafted: int, accepted: int) -> None:
         """A step verified `drafted` tokens of a request and committed `accepted` of them beside its own token."""
         self.num_steps += 1
-        self.num_drafts += drafted > 0
+        if not drafted:
+            return
+        self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         missing = drafted - len(self.drafted_per_position)

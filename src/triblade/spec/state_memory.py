@@ -29,10 +29,11 @@ class StateMemory:
     Args:
         width: D.
         window: rows of a request that are worth keeping.
+        like: type and device of what is taken out; default: float32 in main memory.
     """
 
-    def __init__(self, width: int, window: int) -> None:
-        self._width = width
+    def __init__(self, width: int, window: int, like: Tensor | None = None) -> None:
+        self._zero = torch.zeros(1, width) if like is None else like.new_zeros(1, width)
         self._window = window
         self._kept: dict[int, _Kept] = {}
 
@@ -56,15 +57,25 @@ class StateMemory:
 
     def take(self, request: int, start: int, count: int) -> Tensor:
         """States [count, D] of tokens from `start` on, zero where they are not here; those before its end are forgotten."""
-        found, kept = torch.zeros(count, self._width), self._kept[request]
+        return torch.cat([piece.to(self._zero) for piece in self.pieces(request, start, count)])
+
+    def pieces(self, request: int, start: int, count: int) -> list[Tensor]:
+        """The same, not joined yet: [N, D] each, views of what was remembered."""
+        found, kept, end = [self.zeros(0)], self._kept[request], start
         at = kept.first
         for part in kept.parts:
             first, last = max(at, start), min(at + len(part), start + count)
             if first < last:
-                found[first - start : last - start] = part[first - at : last - at]
+                found += [self.zeros(first - end), part[first - at : last - at]]
+                end = last
             at += len(part)
+        found.append(self.zeros(start + count - end))
         _drop(kept, start + count)
         return found
+
+    def zeros(self, count: int) -> Tensor:
+        """[count, D] of states that nobody knows."""
+        return self._zero.expand(count, -1)
 
     def forget(self, request: int) -> None:
         """The request ended."""

@@ -24,8 +24,9 @@ RECENT_STEPS = 9  # that a step is compared with
 CALM = 0.1  # spread of the recent steps, as a share, at which a comparison counts half
 FIRST_WEIGHT = 0.5
 FIRST_SURPRISE = (
-    0.15  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected
+    0.15  # logarithm of a ratio: most by which the first observation of an entry differs from what was expected,
 )
+CALM_SURPRISE = 0.25  # and so much more if the recent steps were alike;
 YOUNG_SURPRISE = 0.4  # the same later, divided by 1 + weight; beside it stand SPREADS times the spread
 SPREADS = 3.0
 MAX_WEIGHT = 150.0  # comparisons an entry remembers
@@ -114,7 +115,8 @@ class StepCost:
         if entry is not None:
             self._compare(entry, bucket, residual, rows)
         else:
-            surprise = _within(residual - self._level, FIRST_SURPRISE) if self._entries else 0.0
+            most = FIRST_SURPRISE + CALM_SURPRISE * _calm(self._spread())
+            surprise = _within(residual - self._level, most) if self._entries else 0.0
             self._entries[bucket] = _Entry(rows, expected + surprise, self._step)
         self._recent.append((bucket, residual))
         self._level = median_low([value for _, value in self._recent])
@@ -128,13 +130,17 @@ class StepCost:
         means = _pooled([_smoothed(rows, points) for rows, _, _ in points], [weight for _, _, weight in points])
         return RowTimes([rows for rows, _, _ in points], [math.exp(mean) for mean in means])
 
+    def _spread(self) -> float:
+        """How much the recent steps differed from what was expected of them: half of them by less."""
+        return median_low([abs(value - self._level) for _, value in self._recent]) if self._recent else 0.0
+
     def _compare(self, entry: _Entry, bucket: int, residual: float, rows: int) -> None:
         """Learn how an entry's time stands to those of the recent steps with other rows, as far as all of them agree."""
         others = [value for other, value in self._recent if other != bucket]
         if not others:
             return
-        spread = median_low([abs(value - self._level) for _, value in self._recent])
-        trust = len(others) / len(self._recent) / (1.0 + (spread / CALM) ** 2)
+        spread = self._spread()
+        trust = len(others) / len(self._recent) * _calm(spread)
         weight = entry.weight_at(self._step)
         surprise = _within(residual - median_low(others), SPREADS * spread + YOUNG_SURPRISE / (1.0 + weight))
         share = trust / (weight + trust)
@@ -177,6 +183,11 @@ def _pooled(values: list[float], weights: list[float]) -> list[float]:
             weight, count = weight + other_weight, count + other_count
         pools.append((weight, mean, count))
     return [mean for _, mean, count in pools for _ in range(count)]
+
+
+def _calm(spread: float) -> float:
+    """How much a comparison counts."""
+    return 1.0 / (1.0 + (spread / CALM) ** 2)
 
 
 def _within(value: float, most: float) -> float:

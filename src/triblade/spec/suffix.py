@@ -77,7 +77,7 @@ class SuffixPlan:
     layers: None = None
     weight_bytes = 0
 
-    def __init__(self, config: EngineConfig, model: OpenModel, *, is_native: bool) -> None:
+    def __init__(self, config: EngineConfig, model: OpenModel, *, kernels: str) -> None:
         """As every drafter is planned; nothing of the engine matters here."""
 
     def build(self, target: object) -> SuffixDrafter:

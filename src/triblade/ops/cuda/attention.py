@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,18 @@ TILE_QUERIES = 16  # rows of a block: queries times heads of a group
 WARPS = 4
 TURN_KEYS = 16  # of a warp
 MAX_HEAD_DIM = 256
+MANY_TOKENS = 512  # of a rotation: from so many on a warp takes several heads, and has the next one on its way
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
-# From so many heads of sequences on, int8 keys and values are copied ahead into shared memory: half the bytes arrive in
-# half the time only if more of them are on their way. With 16 bits, or fewer heads, it costs more than it gains.
-STAGED_BLOCKS = 128
+# Where this many blocks attend, keys and values arrive in boxes, by themselves; fewer blocks are done sooner with plain loads.
+BOXED_BLOCKS = 128
+# From so many heads of sequences on, turns are shared out evenly (`kernels/crowd.cu`), which costs some microseconds at its end.
+CROWD_HEADS = 1024
+MOST_CROWD = 512  # sequences
+CROWD_WARPS = {True: 12, False: 8}  # of a multiprocessor, by whether the cache is int8: what its registers hold
+STAGES = 3  # boxes of a warp
+BOX_MEMORY = 216 * 1024  # shared memory of a multiprocessor for boxes
+SLICE_BYTES = 128
 
 
 def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
@@ -33,6 +41,11 @@ def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
     if codec not in ("int8", str(dtype).removeprefix("torch.")):
         return f"KV cache dtype {codec} with activations in {dtype} (CUDA kernels: the same, or int8)"
     return None
+
+
+def why_not_rotated(rotary_dim: int) -> str | None:
+    """What keeps the kernels from rotating so many dimensions of a head, or None."""
+    return f"{rotary_dim} rotated dimensions (CUDA kernels: a multiple of 4)" if rotary_dim % 4 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,11 @@ class PagedLayer:
     num_heads: int
     head_dim: int
     is_int8: bool
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of a head's key or value."""
+        return self.head_dim * (1 if self.is_int8 else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +141,28 @@ class _Scores(ctypes.Structure):
     _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int))
 
 
+class _Target(ctypes.Structure):
+    _fields_ = (("out", ctypes.c_void_p), ("layout", ctypes.c_int), ("first_token", ctypes.c_int))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What `AttentionKernels.attend` is asked for, as its kernels take it."""
+
+    queries: _Queries
+    scores: _Scores
+    count: int  # sequences
+    most_keys: int  # of one
+    constants: dict[str, int]
+
+    @property
+    def rows(self) -> int:
+        return int(self.queries.queries * self.queries.group)
+
+
+_NO_BOXES = (ctypes.c_char * 128)()  # in the place of a map
+
+
 class AttentionKernels:
     """Attention on one device.
 
@@ -139,6 +179,7 @@ class AttentionKernels:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=memory)
         self._counters = torch.zeros(0, dtype=torch.int32, device=memory)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # recorded steps may still use it
+        self._box_maps: dict[tuple[int, int], Any] = {}  # of layers
 
     def rotate_and_write(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, rotation: Rotation) -> None:
         """Norm and rotate the queries of qkv [T, (H + 2 G) * D] in place; keys and values go to the cache."""
@@ -150,7 +191,8 @@ class AttentionKernels:
         )
         numbers = (heads - 2 * layer.num_heads, layer.head_dim)
         arguments = (pointer(qkv), pointer(sequences.positions), pointer(sequences.slots), _Pool(*_places(layer)), how)
-        grid = (-(-heads // WARPS), qkv.shape[0], 1)
+        blocks = -(-heads // WARPS)
+        grid = (blocks if qkv.shape[0] < MANY_TOKENS else -(-blocks // 4), qkv.shape[0], 1)
         self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
 
     def attend(
@@ -163,23 +205,7 @@ class AttentionKernels:
         first_row: int = 0,
     ) -> None:
         """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are cached."""
-        count = sequences.tables.shape[0]
         group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
-        tiles = -(-group * sequences.queries // TILE_QUERIES)
-        blocks = layer.num_heads * tiles
-        most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
-        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
-        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
-        is_staged = layer.is_int8 and blocks * count >= STAGED_BLOCKS
-        constants = {
-            "FLOAT16": self._is_float16,
-            "DIM": layer.head_dim,
-            "KV8": int(layer.is_int8),
-            "BLOCK": layer.block_size,
-            "STAGED": int(is_staged),
-            "SOFTCAP": int(scoring.softcap is not None),
-        }
-        kernel = self._device.kernel("attention.cu", "attention", constants)
         queries = _Queries(
             qkv.data_ptr(),
             sequences.positions.data_ptr(),
@@ -189,13 +215,73 @@ class AttentionKernels:
             sequences.queries,
             group,
         )
-        scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
-        scratch = (pointer(self._workspace), pointer(self._counters))
+        asked = _Asked(
+            queries=queries,
+            scores=_Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0),
+            count=sequences.tables.shape[0],
+            most_keys=sequences.tables.shape[1] * layer.block_size,
+            constants={
+                "FLOAT16": self._is_float16,
+                "DIM": layer.head_dim,
+                "KV8": int(layer.is_int8),
+                "BLOCK": layer.block_size,
+                "SOFTCAP": int(scoring.softcap is not None),
+            },
+        )
+        if self._is_crowd(asked, layer):
+            self._share_out(asked, layer, out, first_row)
+        else:
+            self._split(asked, layer, out, first_row)
+
+    def _takes_boxes(self, layer: PagedLayer) -> bool:
+        fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0
+        return self._device.has_warpgroups and fits
+
+    def _is_crowd(self, asked: _Asked, layer: PagedLayer) -> bool:
+        is_many = asked.count * layer.num_heads >= CROWD_HEADS and asked.count <= MOST_CROWD
+        return self._takes_boxes(layer) and is_many and asked.rows <= TILE_QUERIES
+
+    def _split(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
+        """Every sequence by itself, over parts of its keys."""
+        tiles = -(-asked.rows // TILE_QUERIES)
+        blocks, count = layer.num_heads * tiles, asked.count
+        most = -(-asked.most_keys // (TURN_KEYS * WARPS))
+        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
+        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
+        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
+        shared = {"IN_BOXES": int(is_boxed), "GROUPS": layer.num_heads, "STAGES": STAGES}
+        kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, **shared})
         numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
-        places = _places(layer)
-        arguments = (queries, _Cache(*places[:-3], places[-2]), scores, pointer(out.values), *numbers, *scratch)
-        shared_bytes = _shared_bytes(layer) if is_staged else 0
+        scratch = (pointer(self._workspace), pointer(self._counters))
+        boxes = self._boxes(layer) if is_boxed else _NO_BOXES
+        arguments = (boxes, asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
+        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
         self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
+
+    def _share_out(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
+        """All sequences together, their turns shared out evenly over workers."""
+        heads, warp_bytes = _heads_of_block(layer.num_heads), _ring_bytes(layer)
+        resident = max(1, min(CROWD_WARPS[layer.is_int8], BOX_MEMORY // warp_bytes) // heads)
+        workers = -(-self._device.multiprocessors * resident * heads // layer.num_heads)
+        self._reserve(2 * layer.num_heads * workers, asked.count * layer.num_heads, layer.head_dim)
+        constants = {"IN_BOXES": 1, "HEADS": heads, "GROUPS": layer.num_heads, "STAGES": STAGES, "BLOCKS": resident}
+        kernel = self._device.kernel("crowd.cu", "crowd", {**asked.constants, **constants})
+        target = _Target(out.values.data_ptr(), out.layout, first_row)
+        scratch = (ctypes.c_int(asked.count), pointer(self._workspace), pointer(self._counters))
+        arguments = (self._boxes(layer), asked.queries, _cache(layer), asked.scores, target, *scratch)
+        grid = (workers, layer.num_heads // heads, 1)
+        self._device.launch(kernel, grid, 32 * heads, arguments, shared_bytes=1024 + heads * warp_bytes)
+
+    def _boxes(self, layer: PagedLayer) -> Any:
+        """A layer's keys and values in boxes of a turn of one head."""
+        key = (layer.pool.data_ptr(), layer.keys)
+        if key not in self._box_maps:
+            slices, rows = layer.vector_bytes // SLICE_BYTES, layer.pool.shape
+            sizes = (SLICE_BYTES, layer.block_size, layer.num_heads * slices, 2, rows[0])
+            strides = (layer.num_heads * layer.vector_bytes, SLICE_BYTES, layer.values - layer.keys, rows[1])
+            box = (SLICE_BYTES, TURN_KEYS, slices, 2, 1)
+            self._box_maps[key] = self._device.box_map(layer.pool, layer.keys, sizes, strides, box)
+        return self._box_maps[key]
 
     def reserve(self, num_sequences: int, queries: int, layer: PagedLayer, group: int) -> None:
         """Scratch for steps of up to this size, made once, since recorded steps keep its address."""
@@ -220,7 +306,17 @@ def _places(layer: PagedLayer) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _shared_bytes(layer: PagedLayer) -> int:
-    """What the warps of a block keep on its way: keys and values of some turns, see `kernels/attention.cu`."""
-    stages = 2 if layer.head_dim > 128 else 3
-    return WARPS * stages * 2 * TURN_KEYS * layer.head_dim * (1 if layer.is_int8 else 2)
+def _cache(layer: PagedLayer) -> _Cache:
+    places = _places(layer)
+    return _Cache(*places[:-3], places[-2])
+
+
+def _ring_bytes(layer: PagedLayer) -> int:
+    """What a warp keeps on its way: boxes of keys and values, with int8 the scales of all heads."""
+    scales = 2 * 2 * TURN_KEYS * layer.num_heads if layer.is_int8 else 0
+    return STAGES * (2 * TURN_KEYS * layer.vector_bytes + scales)
+
+
+def _heads_of_block(num_heads: int) -> int:
+    """Heads that a block of `kernels/crowd.cu` takes: as many as share its memory well, and the same number in every block."""
+    return next(heads for heads in (4, 3, 2, 1) if num_heads % heads == 0)

@@ -22,10 +22,11 @@ from triblade.ops.cuda.tilings import TOKEN_TILE, Tiling, WideTiling, partial_nu
 
 MOST_TOKENS = 64  # of one launch of a streaming kernel
 # Up to so many tokens weights are streamed. Beyond, spelling packed weights out once costs less than reading them again, and for
-# dense ones the library is as fast.
+# dense ones, or those of 8 bits spelled out, the library is as fast or faster.
 STREAMED_TOKENS = 256
 STREAMED_TOKENS_NARROW = 128  # without the warpgroups' instruction
 STREAMED_TOKENS_DENSE = 16
+NARROW_BITS = 4
 WIDE_TOKENS = 17  # from so many on, where the device can
 MOST_SETS = 16384  # of rows that share a counter
 ROWS, WIDE = 0, 256  # layouts: row after row; inputs of `kernels/wide.cu`, with a number of token tiles
@@ -112,7 +113,7 @@ class LinearKernels:
     def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
         partial, dense = 0, 0
-        if all(matrix.bits == DENSE_BITS for matrix in matrices):
+        if all(matrix.bits > NARROW_BITS for matrix in matrices):
             self.streamed_tokens = STREAMED_TOKENS_DENSE
         for matrix in matrices:
             partial = max(partial, *(partial_numbers(matrix, cut) for cut in self._cuts(matrix)))

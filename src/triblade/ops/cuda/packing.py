@@ -7,7 +7,7 @@ rows, so that one lane has both halves of a result. Invariant: inputs are a mult
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,14 @@ def why_not_packed(inputs: int, group: int) -> str | None:
 def why_not_dense(inputs: int) -> str | None:
     """The same for a matrix that is not quantized."""
     return f"{inputs} inputs (CUDA kernels: a multiple of {CHUNK})" if inputs % CHUNK else None
+
+
+def finer_groups(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The same matrix with scales repeated for groups that the kernels know, where they divide its own."""
+    group = next((group for group in reversed(GROUPS) if matrix.group % group == 0), matrix.group)
+    repeats = matrix.group // group
+    offsets = None if matrix.offsets is None else matrix.offsets.repeat_interleave(repeats, 1)
+    return replace(matrix, scales=matrix.scales.repeat_interleave(repeats, 1), offsets=offsets)
 
 
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype, *, is_gated: bool = False) -> DeviceMatrix:

@@ -14,7 +14,8 @@ from triblade.ops.cuda.device import Device, Grid, pointer
 from triblade.ops.cuda.linear import Activations
 
 NORM_THREADS = BEST_THREADS = 256
-MAX_WIDTH = 8192  # of a norm: what a block keeps in registers
+MANY_ROWS = 1024  # of a norm: from so many on each is a warp's, which waits for no other
+MAX_WIDTH = 8192  # of a norm: what a warp keeps in registers
 BEST_SPLITS = 32
 DRAW_THREADS = DRAW_TOKENS = 256
 DRAW_SPLITS = 16
@@ -76,8 +77,13 @@ class VectorKernels:
         """out [T, C] = norm(x) * weight; with `added` (y [T, C], its norm's weight) x += norm(y) * weight comes first, in place."""
         y, y_weight = added or (None, None)
         arguments = [pointer(t) for t in (x, y, y_weight, weight, out.values)]
-        numbers = (ctypes.c_int(x.shape[1]), ctypes.c_float(eps), ctypes.c_int(out.layout))
-        self._launch("rms_norm", (x.shape[0], 1, 1), NORM_THREADS, [*arguments, *numbers])
+        rows, width = x.shape
+        threads = 32 if rows >= MANY_ROWS else NORM_THREADS
+        numbers = (ctypes.c_int(rows), ctypes.c_int(width), ctypes.c_float(eps), ctypes.c_int(out.layout))
+        constants = {**self._constants, "ROW_THREADS": threads, "LOADS": -(-width // (8 * threads))}
+        kernel = self._device.kernel("norm.cu", "rms_norm", constants)
+        grid = (-(-rows * threads // NORM_THREADS), 1, 1)
+        self._device.launch(kernel, grid, NORM_THREADS, [*arguments, *numbers])
 
     def best_token(self, logits: Tensor, vocabulary: int, softcap: float | None, out: Tensor) -> None:
         """out [R] int32: see `spec.sampler.best_tokens`, of the first `vocabulary` columns of logits [R, V], capped in place."""

@@ -220,7 +220,7 @@ def order_of_groups(group_index: Tensor, group_size: int, module: str) -> Tensor
     Raises:
         CheckpointError: a group does not have `group_size` inputs.
     """
-    index = group_index.long()
+    index = group_index.long().cpu()
     in_order = torch.arange(len(index)) // group_size
     if torch.equal(index, in_order):
         return None

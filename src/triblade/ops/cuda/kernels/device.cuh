@@ -23,6 +23,7 @@ struct __align__(16) f32x4 {
 #define KERNEL extern "C" __global__ void
 #define SHARED __shared__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]  // as much as the launch says
+#define CONSTANT_ARGUMENT(type) const __grid_constant__ type
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -169,6 +170,20 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+// A box of five dimensions on its way out of a tensor that the host has described (`Device.box_map`): of 128-byte slices of the vectors of
+// 16 tokens, keys then values. Units of 16 bytes of a slice lie in another order; see `crowd.cu`.
+struct __align__(64) BoxMap {
+  u64 words[16];
+};
+DEVICE void copy_box(void* shared, const BoxMap& map, int token, int slice, int block, u64* barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %2, %5}], [%6];" ::"r"(
+                   shared_address(shared)),
+               "l"(&map), "r"(0), "r"(token), "r"(slice), "r"(block), "r"(shared_address(barrier))
+               : "memory");
+}
+// The first place in shared memory from `shared` on that is a multiple of `bytes`.
+DEVICE u8* aligned(u8* shared, u32 bytes) { return shared + (-shared_address(shared) & (bytes - 1)); }
+
 // (a & MASK) | b in one instruction: the compiler makes two of it when both are constants.
 template <u32 MASK>
 DEVICE u32 and_or(u32 a, u32 b) {
@@ -208,6 +223,8 @@ DEVICE N shuffle(N value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
 
+DEVICE bool any_lane(bool holds) { return __any_sync(0xffffffffu, holds); }
+
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE float exponential(float x) { return __expf(x); }
@@ -228,6 +245,20 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
     if (last) *counter = 0;
   }
   __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// The same for a warp.
+DEVICE bool is_last_warp(u32* counter, u32 expected) {
+  u32 before = 0;
+  __threadfence();
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) {
+    before = atomicAdd(counter, 1u);
+    if (before == expected - 1) *counter = 0;
+  }
+  const bool last = __shfl_sync(0xffffffffu, before, 0) == expected - 1;
   if (last) __threadfence();
   return last;
 }

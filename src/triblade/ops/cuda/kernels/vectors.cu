@@ -1,83 +1,5 @@
-// The small kernels between the matrix products: embedding, norms, rotation and cache writes, the greedy choice, and packed weights
-// spelled out for products over many tokens. One block or warp per row; float32 inside.
-
-constexpr bool F16 = FLOAT16;
-
-DEVICE float sum_of_block(float value) {
-  SHARED float sums[32];
-  for (int mask = 16; mask; mask >>= 1) value += shuffle_xor(value, mask);
-  if ((threadIdx.x & 31) == 0) sums[threadIdx.x / 32] = value;
-  block_barrier();
-  float total = 0.0f;
-  for (int i = 0; i < blockDim.x / 32; i++) total += sums[i];
-  block_barrier();
-  return total;
-}
-
-DEVICE void unpack8(const u32x4& words, float (&x)[8]) {
-  x[0] = low<F16>(words.x), x[1] = high<F16>(words.x), x[2] = low<F16>(words.y), x[3] = high<F16>(words.y);
-  x[4] = low<F16>(words.z), x[5] = high<F16>(words.z), x[6] = low<F16>(words.w), x[7] = high<F16>(words.w);
-}
-
-DEVICE u32x4 pack8(const float (&x)[8]) {
-  return u32x4{pack<F16>(x[0], x[1]), pack<F16>(x[2], x[3]), pack<F16>(x[4], x[5]), pack<F16>(x[6], x[7])};
-}
-
-#define NORM_THREADS 256
-#define NORM_LOADS 4  // of 8 numbers per thread kept in registers: rows up to 8192
-
-// x [tokens, width]: out = norm(x) * weight, in the layout `layout` (layout.cuh). With `added`: x += norm(added) * added_weight first, which is stored.
-// Grid: tokens.
-KERNEL __launch_bounds__(NORM_THREADS) rms_norm(u32x4* x, const u32x4* added, const f32x4* added_weight, const f32x4* weight, u32x4* out,
-                                                int width, float eps, int layout) {
-  let_next_start();
-  wait_for_previous();
-  const int loads = width / 8;
-  x += (u64)blockIdx.x * loads;
-  float kept[NORM_LOADS][8], scale = 0.0f;
-  if (added) {
-    added += (u64)blockIdx.x * loads;
-    float squares = 0.0f;
-    for (int i = threadIdx.x; i < loads; i += NORM_THREADS) {
-      float v[8];
-      unpack8(added[i], v);
-      for (int j = 0; j < 8; j++) squares += v[j] * v[j];
-    }
-    scale = rsqrtf(sum_of_block(squares) / width + eps);
-  }
-  float squares = 0.0f;
-#pragma unroll
-  for (int n = 0; n < NORM_LOADS; n++) {
-    const int i = threadIdx.x + n * NORM_THREADS;
-    if (i >= loads) continue;
-    unpack8(x[i], kept[n]);
-    if (added) {
-      float v[8], sum[8];
-      unpack8(added[i], v);
-      const f32x4 w0 = added_weight[2 * i], w1 = added_weight[2 * i + 1];
-      const float w[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
-#pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] = kept[n][j] + v[j] * scale * w[j];
-      const u32x4 stored = pack8(sum);
-      x[i] = stored;
-      unpack8(stored, kept[n]);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j++) squares += kept[n][j] * kept[n][j];
-  }
-  const float factor = rsqrtf(sum_of_block(squares) / width + eps);
-#pragma unroll
-  for (int n = 0; n < NORM_LOADS; n++) {
-    const int i = threadIdx.x + n * NORM_THREADS;
-    if (i >= loads) continue;
-    const f32x4 w0 = weight[2 * i], w1 = weight[2 * i + 1];
-    const float w[8] = {w0.x, w0.y, w0.z, w0.w, w1.x, w1.y, w1.z, w1.w};
-    float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = kept[n][j] * factor * w[j];
-    store_unit(out, blockIdx.x, i, loads, layout, pack8(v));
-  }
-}
+// The small kernels between the matrix products: embedding, rotation and cache writes, the greedy choice, and packed weights spelled
+// out for products over many tokens. One block or warp per row; float32 inside.
 
 // Rows of x [tokens, width] in the layout `layout`. Grid: tokens.
 KERNEL arrange(const u32x4* x, u32x4* out, int width, int layout) {
@@ -101,7 +23,7 @@ KERNEL embed(const u32x4* table, const int* ids, u32x4* out, int rows, int width
   }
 }
 
-#define MOST_OF_LANE 8  // numbers of a head per lane: heads up to 256
+#define MOST_ITEMS 4  // of a head per lane: heads up to 256
 
 struct Pool {
   u8* pool;
@@ -114,81 +36,148 @@ struct Pool {
 struct Rotation {
   const float *cosines, *sines;  // [positions, half]
   const float* norm;             // [query and key heads, dim], or null
-  int half;
+  int half;                      // even
   float eps;
 };
 
-// Smallest scale that holds the vector in 127 steps after it was rounded to float16: as `kv.codecs.Int8Codec`.
-DEVICE void write_int8(const Pool& pool, u8* row, u64 item, int dim, bool is_value, const float (&x)[MOST_OF_LANE]) {
-  const int lane = threadIdx.x & 31;
+// A lane's items of a head: two numbers in a row and, of those that are rotated, their two partners `half` numbers on.
+struct Items {
+  float x[MOST_ITEMS][4];
+};
+struct Item {
+  int first;  // number in the head
+  bool exists, has_partner;
+};
+
+DEVICE Item item_of(int j, int dim, int half) {
+  const int item = (threadIdx.x & 31) + 32 * j;
+  return Item{2 * item < half ? 2 * item : 2 * item + half, 2 * item < dim - half, 2 * item < half};
+}
+
+DEVICE void load_items(Items& items, const u32* vector, int dim, int half) {
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++) {
+    const Item item = item_of(j, dim, half);
+    const u32 word = item.exists ? vector[item.first / 2] : 0, partner = item.has_partner ? vector[(item.first + half) / 2] : 0;
+    items.x[j][0] = low<F16>(word), items.x[j][1] = high<F16>(word);
+    items.x[j][2] = low<F16>(partner), items.x[j][3] = high<F16>(partner);
+  }
+}
+
+DEVICE void norm_items(Items& items, const float* norm, int dim, int half, float eps) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) squares += items.x[j][i] * items.x[j][i];
+  for (int mask = 16; mask; mask >>= 1) squares += shuffle_xor(squares, mask);
+  const float factor = rsqrtf(squares / dim + eps);
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++) {
+    const Item item = item_of(j, dim, half);
+    if (!item.exists) continue;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      items.x[j][e] *= factor * norm[item.first + e];
+      if (item.has_partner) items.x[j][2 + e] *= factor * norm[item.first + half + e];
+    }
+  }
+}
+
+DEVICE void rotate_items(Items& items, const Rotation& rotation, int position, int dim) {
+  const u64 at = (u64)position * rotation.half;
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++) {
+    const Item item = item_of(j, dim, rotation.half);
+    if (!item.has_partner) continue;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float cosine = rotation.cosines[at + item.first + e], sine = rotation.sines[at + item.first + e];
+      const float x = items.x[j][e], y = items.x[j][2 + e];
+      items.x[j][e] = x * cosine - y * sine, items.x[j][2 + e] = y * cosine + x * sine;
+    }
+  }
+}
+
+DEVICE void store_items(const Items& items, u32* vector, int dim, int half) {
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++) {
+    const Item item = item_of(j, dim, half);
+    if (item.exists) vector[item.first / 2] = pack<F16>(items.x[j][0], items.x[j][1]);
+    if (item.has_partner) vector[(item.first + half) / 2] = pack<F16>(items.x[j][2], items.x[j][3]);
+  }
+}
+
+DEVICE u16 code_pair(float first, float second, float scale) {
+  return (static_cast<int>(rintf(first / scale)) & 255) | (static_cast<int>(rintf(second / scale)) & 255) << 8;
+}
+
+// Codes of 8 bits with the smallest scale that holds the vector in 127 steps after it was rounded to float16: as `kv.codecs.Int8Codec`.
+DEVICE void store_codes(const Items& items, u16* codes, u16* scale_at, int dim, int half) {
   float most = 0.0f;
-  for (int j = 0; j < MOST_OF_LANE; j++)
-    if (lane + 32 * j < dim) most = fmaxf(most, fabsf(x[j]));
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(items.x[j][i]));
   for (int mask = 16; mask; mask >>= 1) most = fmaxf(most, shuffle_xor(most, mask));
   const float smallest = 5.9604644775390625e-8f;  // of float16
   u16 bits = half_bits(most / 127.0f * (1.0f + 4.8828125e-4f) + 2.98023223876953125e-8f);
   if (half_value(bits) < smallest) bits = half_bits(smallest);
   const float scale = half_value(bits);
-  u8* vector = row + (is_value ? pool.values : pool.keys) + item * dim;
-  for (int j = 0; j < MOST_OF_LANE; j++)
-    if (lane + 32 * j < dim) vector[lane + 32 * j] = static_cast<u8>(static_cast<int>(rintf(x[j] / scale)));
-  if (lane == 0) reinterpret_cast<u16*>(row + (is_value ? pool.value_scales : pool.key_scales))[item] = bits;
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++) {
+    const Item item = item_of(j, dim, half);
+    if (item.exists) codes[item.first / 2] = code_pair(items.x[j][0], items.x[j][1], scale);
+    if (item.has_partner) codes[(item.first + half) / 2] = code_pair(items.x[j][2], items.x[j][3], scale);
+  }
+  if ((threadIdx.x & 31) == 0) *scale_at = bits;
+}
+
+struct Heads {
+  int queries, keys, dim;  // `keys`: as many of keys, and of values
+};
+
+DEVICE void write_to_cache(Items& items, const Pool& pool, const Heads& heads, int slot, int head, int half) {
+  const bool is_value = head >= heads.queries + heads.keys;
+  u8* row = pool.pool + (slot / pool.block_size) * pool.row_bytes;
+  const u64 item = (u64)(slot % pool.block_size) * heads.keys + head - heads.queries - (is_value ? heads.keys : 0);
+  u8* plane = row + (is_value ? pool.values : pool.keys);
+  if (!pool.is_int8) {
+    store_items(items, reinterpret_cast<u32*>(plane) + item * (heads.dim / 2), heads.dim, half);
+    return;
+  }
+  // The reference rounds keys to the type of activations before the codec sees them.
+#pragma unroll
+  for (int j = 0; j < MOST_ITEMS; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) items.x[j][i] = low<F16>(pack<F16>(items.x[j][i], 0.0f));
+  u16* scales = reinterpret_cast<u16*>(row + (is_value ? pool.value_scales : pool.key_scales));
+  store_codes(items, reinterpret_cast<u16*>(plane) + item * (heads.dim / 2), scales + item, heads.dim, half);
 }
 
 // qkv [tokens, (query_heads + 2 heads) * dim]: norm and rotate queries (in place) and keys, write keys and values of tokens with a
-// slot (negative: none) to the cache. Grid: (query_heads + 2 heads) / warps of a block rounded up, tokens.
-KERNEL rotate_and_write(u16* qkv, const int* positions, const int* slots, Pool pool, Rotation rotation, int query_heads, int dim) {
+// slot (negative: none) to the cache. Grid: blocks whose warps take a token's heads in turn, tokens.
+KERNEL rotate_and_write(u32* qkv, const int* positions, const int* slots, Pool pool, Rotation rotation, int query_heads, int dim) {
   let_next_start();
   wait_for_previous();
-  const int lane = threadIdx.x & 31, head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = blockIdx.y;
-  const int all = query_heads + 2 * pool.heads, slot = slots[token];
-  if (head >= all || slot < 0) return;
-  u16* vector = qkv + ((u64)token * all + head) * dim;
-  float x[MOST_OF_LANE], squares = 0.0f;
-#pragma unroll
-  for (int j = 0; j < MOST_OF_LANE; j++) {
-    const int d = lane + 32 * j;
-    x[j] = d < dim ? low<F16>(vector[d]) : 0.0f;
-    squares += x[j] * x[j];
-  }
-  const bool is_value = head >= query_heads + pool.heads;
-  if (!is_value) {
-    float factor = 1.0f;
-    const float* norm = rotation.norm ? rotation.norm + head * dim : nullptr;
-    if (norm) {
-      for (int mask = 16; mask; mask >>= 1) squares += shuffle_xor(squares, mask);
-      factor = rsqrtf(squares / dim + rotation.eps);
+  const int token = blockIdx.y, slot = slots[token], position = positions[token], half = rotation.half, warps = blockDim.x / 32;
+  const Heads heads = {query_heads, pool.heads, dim};
+  const int all = query_heads + 2 * pool.heads, step = gridDim.x * warps;
+  if (slot < 0) return;
+  u32* vectors = qkv + (u64)token * all * (dim / 2);
+  int head = blockIdx.x * warps + threadIdx.x / 32;
+  Items next;
+  if (head < all) load_items(next, vectors + head * (dim / 2), dim, half);
+  for (; head < all; head += step) {
+    Items items = next;
+    if (head + step < all) load_items(next, vectors + (head + step) * (dim / 2), dim, half);
+    if (head < query_heads + pool.heads) {
+      if (rotation.norm) norm_items(items, rotation.norm + head * dim, dim, half, rotation.eps);
+      rotate_items(items, rotation, position, dim);
     }
-    const int half = rotation.half;
-    const u64 at = (u64)positions[token] * half;
-#pragma unroll
-    for (int j = 0; j < MOST_OF_LANE; j++) {
-      const int d = lane + 32 * j;
-      if (d >= dim) continue;
-      x[j] *= factor * (norm ? norm[d] : 1.0f);
-      if (d >= 2 * half) continue;
-      const int partner = d < half ? d + half : d - half, angle = d < half ? d : d - half;
-      const float other = low<F16>(vector[partner]) * factor * (norm ? norm[partner] : 1.0f);
-      x[j] = x[j] * rotation.cosines[at + angle] + (d < half ? -other : other) * rotation.sines[at + angle];
-    }
+    if (head < query_heads) store_items(items, vectors + head * (dim / 2), dim, half);
+    else write_to_cache(items, pool, heads, slot, head, half);
   }
-  warp_barrier();  // all partners are read before one is overwritten
-  if (head < query_heads) {
-    for (int j = 0; j < MOST_OF_LANE; j++)
-      if (lane + 32 * j < dim) vector[lane + 32 * j] = static_cast<u16>(pack<F16>(x[j], 0.0f));
-    return;
-  }
-  u8* row = pool.pool + (slot / pool.block_size) * pool.row_bytes;
-  const u64 item = (u64)(slot % pool.block_size) * pool.heads + head - query_heads - (is_value ? pool.heads : 0);
-  // The reference rounds keys to the type of activations before the codec sees them.
-  for (int j = 0; j < MOST_OF_LANE; j++) x[j] = low<F16>(pack<F16>(x[j], 0.0f));
-  if (pool.is_int8) {
-    write_int8(pool, row, item, dim, is_value, x);
-    return;
-  }
-  u16* to = reinterpret_cast<u16*>(row + (is_value ? pool.values : pool.keys)) + item * dim;
-  for (int j = 0; j < MOST_OF_LANE; j++)
-    if (lane + 32 * j < dim) to[lane + 32 * j] = static_cast<u16>(pack<F16>(x[j], 0.0f));
 }
 
 #define BEST_THREADS 256
@@ -214,6 +203,37 @@ DEVICE Best best_of_block(Best best) {
   return best;
 }
 
+DEVICE void take_better(Best& best, float value, int token) {
+  best = better(best, Best{value, fabsf(value) < INFINITY ? token : -1});
+}
+
+// The best of tokens [begin, end) of a row as the threads of a block see them, four in a load and several loads on their way. Needs a
+// row that begins at a multiple of 16 bytes.
+DEVICE Best best_of_fours(const float* logits, int begin, int end) {
+  const f32x4* fours = reinterpret_cast<const f32x4*>(logits);
+  Best best = {-INFINITY, 0x7fffffff};
+  const int first = (begin + 3) / 4, stop = end / 4;
+#pragma unroll 4
+  for (int i = first + threadIdx.x; i < stop; i += BEST_THREADS) {
+    const f32x4 v = fours[i];
+    take_better(best, v.x, 4 * i), take_better(best, v.y, 4 * i + 1), take_better(best, v.z, 4 * i + 2), take_better(best, v.w, 4 * i + 3);
+  }
+  const int before = begin + threadIdx.x, behind = 4 * stop + threadIdx.x;
+  if (before < min(4 * first, end)) take_better(best, logits[before], before);
+  if (stop >= first && behind < end) take_better(best, logits[behind], behind);
+  return best;
+}
+
+// The same, one by one, where logits are capped first.
+DEVICE Best best_of_capped(float* logits, int begin, int end, float softcap) {
+  Best best = {-INFINITY, 0x7fffffff};
+  for (int i = begin + threadIdx.x; i < end; i += BEST_THREADS) {
+    logits[i] = softcap * tanhf(logits[i] / softcap);
+    take_better(best, logits[i], i);
+  }
+  return best;
+}
+
 // The token with the largest of the first `vocabulary` logits [rows, columns], the smallest among equals; -1 for a row with NaN or an
 // infinity. With `softcap` logits are capped first, in place. Grid: splits, rows. `workspace` [rows, splits], a zero counter per row.
 KERNEL __launch_bounds__(BEST_THREADS) best_token(float* logits, int columns, int vocabulary, float softcap, Best* workspace,
@@ -224,11 +244,10 @@ KERNEL __launch_bounds__(BEST_THREADS) best_token(float* logits, int columns, in
   float* mine = logits + (u64)row * columns;
   const int begin = (u64)vocabulary * blockIdx.x / splits, end = (u64)vocabulary * (blockIdx.x + 1) / splits;
   Best best = {-INFINITY, 0x7fffffff};
-  for (int i = begin + threadIdx.x; i < end; i += BEST_THREADS) {
-    float value = mine[i];
-    if (softcap > 0.0f) mine[i] = value = softcap * tanhf(value / softcap);
-    best = better(best, Best{value, fabsf(value) < INFINITY ? i : -1});
-  }
+  if (softcap > 0.0f) best = best_of_capped(mine, begin, end, softcap);
+  else if (columns % 4 == 0) best = best_of_fours(mine, begin, end);
+  else
+    for (int i = begin + threadIdx.x; i < end; i += BEST_THREADS) take_better(best, mine[i], i);
   best = best_of_block(best);
   if (threadIdx.x == 0) workspace[row * splits + blockIdx.x] = best;
   if (!is_last_block(counters + row, splits)) return;

@@ -241,6 +241,7 @@ DEVICE bool sum_over_blocks(Sums& sums, f32x4* partial, u32* counter, int first_
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) sums.total[r][n][i] = 0.0f;
+#pragma unroll 1  // registers of more loads would be taken from the loop over the inputs
     for (int k = 0; k < splits; k++) {  // outside, so that the loads of all n are on their way together
       const f32x4* others = partial + (((u64)k * tiles + first_tile + r) * NT) * 32 + lane;
       f32x4 other[NT];
