@@ -4,8 +4,8 @@
     python benchmarks/pd.py [--model smollm2-135m] [--seconds 25] [--streams 4] [--prompt 1500] [--every 3] [--output FILE.json]
 
 A closed loop of clients streams answers to short prompts; beside it a long prompt arrives every so many seconds, whatever is still
-running. Reported for each way of serving: the time between the tokens of the streams (p50, p99, largest), time to the first token of
-the long prompts, tokens per second. The clients share the cores with the server, in all ways alike.
+running. Reported for each way of serving: the time between the tokens of the streams (p50, p99, largest), time to the first token
+of the long prompts, tokens per second. The clients share the cores with the server, in all ways alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +54,14 @@ class Tally:
 
 async def request(port: int, tokens: Sequence[int], new: int) -> list[float]:
     """When each event of a streamed completion came."""
-    body = {"model": MODEL, "prompt": list(tokens), "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": MODEL,
+        "prompt": list(tokens),
+        "max_tokens": new,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -73,7 +81,7 @@ async def stream(port: int, rng: random.Random, tally: Tally, until_s: float) ->
         tally.faults += not times
         counted = [at for at in times if tally.begin_s <= at <= until_s]
         tally.stream_tokens += len(counted)
-        tally.gaps_s += [after - before for before, after in zip(counted, counted[1:], strict=False)]
+        tally.gaps_s += [after - before for before, after in pairwise(counted)]
 
 
 async def long_prompt(port: int, tokens: list[int], tally: Tally) -> None:
