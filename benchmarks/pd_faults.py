@@ -101,19 +101,22 @@ def wait_for(holds: Callable[[], bool], within_s: float) -> None:
 
 def kill_prefill(server: Server, share: float) -> None:
     """Once this share of the prompt's rows has come."""
-    start, pid, deadline = (
-        server.metric("kv_transfer_tokens_total"),
-        server.pid("prefill-0"),
-        time.monotonic() + ANSWER_S,
-    )
+    start, deadline = server.metric("kv_transfer_tokens_total"), time.monotonic() + ANSWER_S
     while server.metric("kv_transfer_tokens_total") < start + share * PROMPT_TOKENS and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
+    kill(server, "prefill-0")
 
 
 def kill_decode(server: Server) -> None:
     time.sleep(0.2)
-    os.kill(server.pid("decode-0"), signal.SIGKILL)
+    kill(server, "decode-0")
+
+
+def kill(server: Server, name: str) -> None:
+    """And wait until another process is it, so that the next fault does not meet a dead one."""
+    pid = server.pid(name)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: server.pid(name) != pid, BASELINE_S)
 
 
 def leave(server: Server, prompt: list[int]) -> None:
