@@ -3,9 +3,9 @@
 
     python benchmarks/pd.py [--model smollm2-135m] [--seconds 25] [--streams 4] [--prompt 1500] [--every 3] [--output FILE.json]
 
-A closed loop of clients streams answers to short prompts; beside it a long prompt arrives every so many seconds, whatever is
-still running. Reported for each way of serving: the time between the tokens of the streams (p50, p99, largest), time to the first
-token of the long prompts, tokens per second. The clients share the cores with the server, in all ways alike.
+A closed loop of clients streams answers to short prompts; beside it a long prompt arrives every so many seconds, whatever is still
+running. Reported for each way of serving: the time between the tokens of the streams (p50, p99, largest), time to the first token
+of the long prompts, tokens per second. The clients share the cores with the server, in all ways alike.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -52,6 +53,8 @@ def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferCon
         engine = replace(engine, threads=min(engine.threads or len(worker.cores), len(worker.cores)))
     serve = _serve_prefill if worker.role == "prefill" else _serve_decode
     asyncio.run(serve(engine, worker, transfer))
+    # Engine and transfers know each other. Tensors over memory of Python's must not be left for when the interpreter ends.
+    gc.collect()
     log.info("%s worker stopped", worker.role)
     return 0
 
