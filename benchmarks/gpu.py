@@ -66,7 +66,8 @@ class Model:
             codec=codec,
         )
         self.weights = random_weights(config, weights, memory)
-        blocks = self.layout.blocks_for(context) * num_sequences + 1
+        # One block more for each: what the scheduler keeps free for everybody else before it looks ahead.
+        blocks = (self.layout.blocks_for(context) + 1) * num_sequences
         self.cache = KVCache(self.layout, blocks, torch.bfloat16, memory)
         self.executor = CudaExecutor(
             config,

@@ -1,14 +1,13 @@
-"""Products of one Qwen2-7B layer on one GPU with weights and inputs of 8 bits, beside 16-bit weights and 8-bit codes spelled out.
+"""Products of one Qwen2-7B layer on one GPU with weights of 8 bits, one scale per row, beside weights of 16 bits.
 
-Milliseconds of all four matrices for several numbers of tokens; up to 256 tokens inputs stay as they are, whatever the checkpoint
-was made for. Needs CUDA. Run: python benchmarks/gpu_int8.py [--tokens 1 16 512 2048 4096] [--out FILE].
+Milliseconds of all four matrices for several numbers of tokens; `streamed`: by the streaming kernels up to 256 tokens.
+Needs CUDA. Run: python benchmarks/gpu_int8.py [--tokens 1 16 512 2048 4096] [--out FILE].
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,7 +45,7 @@ def matrices(kind: str) -> list[tuple[DeviceMatrix, int]]:
         scales = torch.full((rows, 1), 0.0135 * inputs**-0.5, device=CUDA, dtype=torch.float16)
         whole = QuantizedMatrix(codes=codes, scales=scales, offsets=None, bits=8)
         packed = pack_codes(finer_groups(whole), torch.bfloat16, is_gated=is_gated)
-        found.append((replace(packed, row_scales=scales[:, 0].float()) if kind == "w8a8" else packed, out))
+        found.append((packed, out))
     return found
 
 
@@ -54,6 +53,7 @@ def milliseconds(kind: str, tokens: int, device: CudaDevice) -> float:
     """Of the four products, one after the other."""
     kernels, parts = LinearKernels(device, torch.bfloat16, CUDA), matrices(kind)
     kernels.reserve([matrix for matrix, _ in parts])
+    kernels.streamed_tokens = 256 if kind == "streamed" else kernels.streamed_tokens
     inputs = [kernels.inputs(tokens, matrix.inputs) for matrix, _ in parts]
     for x in inputs:
         x.values.normal_()
@@ -77,12 +77,12 @@ def milliseconds(kind: str, tokens: int, device: CudaDevice) -> float:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 512, 2048, 4096])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 17, 32, 64, 128, 256, 512, 4096])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device, rows = CudaDevice(CUDA), []
     for tokens in options.tokens:
-        row = {kind: milliseconds(kind, tokens, device) for kind in ("bf16", "w8", "w8a8")}
+        row = {kind: milliseconds(kind, tokens, device) for kind in ("bf16", "w8", "streamed")}
         rows.append({"tokens": tokens, **row})
         print(f"{tokens:5} tokens: " + ", ".join(f"{kind} {ms:.3f} ms" for kind, ms in row.items()), flush=True)
     if options.out is not None:

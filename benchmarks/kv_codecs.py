@@ -5,7 +5,7 @@
 
 Tables are made from the first text and measured on the others. From windows of the second text the first 1,024 tokens are sent from
 a bfloat16 cache to the receiver's (bfloat16 for `raw`, int8 for the others), and 256 more are predicted from what arrived. Encoding
-and decoding are timed in one thread, best of five, on the same 1,024 tokens. Below its break-even bandwidth a codec makes transfers
+and decoding are timed in one thread, best of nine, on the same 1,024 tokens. Below its break-even bandwidth a codec makes transfers
 faster: bytes saved / (its encoding and decoding - that of `raw`). The third text is traffic unlike the first: errors there with the
 table as it is, and with one refreshed from samples of it. `--moments` keeps what was gathered for the next run.
 """
@@ -46,7 +46,8 @@ from triblade.quant.calibration import load_calibration
 
 PREFIX, REST = 1024, 256
 LONG_PROMPT = 4096
-ROUNDS = 5
+ROUNDS = 9
+PARTS = ("rows", "times", "drift")
 FITS: Mapping[str, FitOptions] = {
     "pca-lut 1.5 bits": FitOptions(bits=1.5),
     "pca-lut 2.5 bits": FitOptions(bits=2.5),
@@ -77,6 +78,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     if "rows" in args.parts:
         found |= rows(args, model, decoder, tables)
+    if "times" in args.parts:
+        found["times"] = times(args, model, decoder, tables)
     if "drift" in args.parts and args.drift:
         found["drift"] = drift(args, model, decoder, tables["pca-lut 2.5 bits"])
     write(args, found)
@@ -90,16 +93,33 @@ def fitted(model: TableModel, moments: Moments) -> dict[str, KVTable]:
 
 def rows(args: argparse.Namespace, model: OpenModel, decoder: Decoder, tables: Mapping[str, KVTable]) -> dict[str, Any]:
     """The table of codecs."""
-    sender = layout_of(model)
-    receiver = replace(sender, codec="int8")
-    routes = {"raw": Route(RawWire(sender), sender, sender), "int8": Route(Int8Wire(sender), sender, receiver)}
-    routes |= {name: Route(PcaLutWire(sender, table, "int8"), sender, receiver) for name, table in tables.items()}
+    routes = routes_of(layout_of(model), tables)
     windows = windows_of(model, args.evaluate, args.windows)
-    times = {name: timed(decoder, windows[0], route) for name, route in routes.items()}
     quality = measure_codecs(decoder, windows, PREFIX, routes)
     return {
         "perplexity, nothing sent": quality[""].perplexity,
-        "rows": [row(name, routes[name], tables.get(name), quality[name], times) for name in routes],
+        "rows": [row(name, routes[name], tables.get(name), quality[name]) for name in routes],
+    }
+
+
+def times(
+    args: argparse.Namespace, model: OpenModel, decoder: Decoder, tables: Mapping[str, KVTable]
+) -> dict[str, dict[str, float | None]]:
+    """Encoding and decoding by codec, and the bandwidth below which a codec makes the transfer of 1,024 tokens faster."""
+    routes = routes_of(layout_of(model), tables)
+    window = windows_of(model, args.evaluate, 1)[0]
+    found = {name: timed(decoder, window, route) for name, route in routes.items()}
+    raw_s, _, raw_bytes = found["raw"]
+    raw_s += found["raw"][1]
+    return {
+        name: {
+            "encode ms per 1,000 tokens": round(encode_s / PREFIX * 1e6, 1),
+            "decode ms per 1,000 tokens": round(decode_s / PREFIX * 1e6, 1),
+            "break-even MB/s": None
+            if name == "raw"
+            else round((raw_bytes - size) / (encode_s + decode_s - raw_s) / 1e6, 1),
+        }
+        for name, (encode_s, decode_s, size) in found.items()
     }
 
 
@@ -115,7 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gradient-samples", type=int, default=24)
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--moments", type=Path)
-    parser.add_argument("--parts", nargs="*", choices=("rows", "drift"), default=["rows", "drift"])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--gather-only", action="store_true")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -144,6 +164,13 @@ def gathered(args: argparse.Namespace, model: OpenModel, decoder: Decoder, text:
     return gather(decoder, load_calibration(text, model.tokenizer, sequences=samples).ids, config)
 
 
+def routes_of(sender: KVLayout, tables: Mapping[str, KVTable]) -> dict[str, Route]:
+    """All codecs that are compared."""
+    receiver = replace(sender, codec="int8")
+    routes = {"raw": Route(RawWire(sender), sender, sender), "int8": Route(Int8Wire(sender), sender, receiver)}
+    return routes | {name: Route(PcaLutWire(sender, table, "int8"), sender, receiver) for name, table in tables.items()}
+
+
 def layout_of(model: OpenModel) -> KVLayout:
     """Of the sender."""
     return KVLayout(
@@ -165,8 +192,8 @@ def windows_of(model: OpenModel, text: Path, count: int) -> list[Tensor]:
     return list(ids[: count * length].view(count, length))
 
 
-def timed(decoder: Decoder, window: Tensor, route: Route) -> tuple[float, float]:
-    """Seconds to encode and to decode the prefix of a window."""
+def timed(decoder: Decoder, window: Tensor, route: Route) -> tuple[float, float, int]:
+    """Seconds to encode and to decode the prefix of a window, and bytes of the payload."""
     taps = Taps(decoder, PREFIX)
     with torch.inference_mode():
         decoder.forward(window[:PREFIX], torch.arange(PREFIX), taps)
@@ -176,7 +203,8 @@ def timed(decoder: Decoder, window: Tensor, route: Route) -> tuple[float, float]
         sender.write(layer, torch.arange(PREFIX), keys, values)
     codec: WireCodec = route.codec
     payload = codec.encode(sender, blocks, span)
-    return best(lambda: codec.encode(sender, blocks, span)), best(lambda: codec.decode(receiver, blocks, span, payload))
+    encode_s = best(lambda: codec.encode(sender, blocks, span))
+    return encode_s, best(lambda: codec.decode(receiver, blocks, span, payload)), len(payload)
 
 
 def best(call: Callable[[], object]) -> float:
@@ -189,15 +217,12 @@ def best(call: Callable[[], object]) -> float:
     return min(found)
 
 
-def row(
-    name: str, route: Route, table: KVTable | None, quality: CodecQuality, times: Mapping[str, tuple[float, float]]
-) -> dict[str, Any]:
+def row(name: str, route: Route, table: KVTable | None, quality: CodecQuality) -> dict[str, Any]:
     """One line of the table."""
     raw_bytes = route.sender.row_bytes / 16
     coded = quality.bytes_per_token if table is None else table.bits_per_token / 8
     exact = route.receiver.row_bytes / 16
     long = coded if table is None else coded + (exact - coded) * (table.exact_first + table.exact_last) / LONG_PROMPT
-    extra_s = (sum(times[name]) - sum(times["raw"])) / PREFIX
     keys, values = quality.relative_errors
     return {
         "codec": name,
@@ -207,9 +232,6 @@ def row(
         "ratio, 1,024 tokens": round(raw_bytes / quality.bytes_per_token, 2),
         "ratio, 4,096 tokens": round(raw_bytes / long, 2),
         "components": None if table is None else int((table.bits > 0).sum()),
-        "encode ms per 1,000 tokens": round(times[name][0] / PREFIX * 1e6, 1),
-        "decode ms per 1,000 tokens": round(times[name][1] / PREFIX * 1e6, 1),
-        "break-even MB/s": None if name == "raw" else round((raw_bytes - quality.bytes_per_token) / extra_s / 1e6, 1),
         "error of keys": keys,
         "error of values": values,
         "perplexity": quality.perplexity,

@@ -6,8 +6,8 @@
 
 A model of twelve tokens whose next token depends on the last one alone (`tests/support/markov.py`), so that every token of every
 answer counts, with drafters that know it more or less, four tokens a step. Each draw is compared with its exact probabilities, by
-its position in the step and the token before it: chi-square over all groups, p > 0.001. Two sets of options: plain sampling, and all
-penalties and filters together. The suffix index is asked by one request at a time, because it drafts little for many; the others
+its position in the step and the token before it: chi-square over all groups, p > 0.001. Two sets of options: plain sampling, and
+all penalties and filters together. The suffix index is asked by one request at a time, which drafts little for many; the others
 share steps of 128. A run stops after `--seconds` and goes on with what is missing when it is started again.
 """
 
@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
 def measured(drafter: str, label: str, number: int) -> dict[str, Any]:
     """One drafter with one set of options."""
     alone = drafter == "suffix"
-    sizes = {"n": 1, "max_tokens": 240} if alone else {"n": 128, "max_tokens": 40}
+    sizes: dict[str, Any] = {"n": 1, "max_tokens": 240} if alone else {"n": 128, "max_tokens": 40}
     params = SamplingParams(ignore_eos=True, **sizes, **OPTIONS[label])
     llm = markov_llm(drafter, LENGTH, num_kv_blocks=4096, max_num_seqs=128, deterministic=False)
     start = time.monotonic()

@@ -1,14 +1,11 @@
 #!/usr/bin/env python3
-"""Speculation for long: 200,000 sampled tokens per drafter against exact probabilities, and 5,000 requests through two engines.
+"""Speculation for long: 5,000 requests through two engines.
 
-    python benchmarks/speculation_soak.py draws|requests [--number N] [--output FILE.json]
+    python benchmarks/speculation_soak.py [--number N] [--output FILE.json]
 
-Both on tiny models with random weights, through `Engine.step` and everything behind it. `draws`: after one prompt many choices are
-sampled, each with its own seed; the pairs of their first two tokens, the second of which a verified draft gave, are compared with
-the exact probabilities of all pairs, computed from the model's logits in float64 (chi-square, p > 0.001), plainly and with
-penalties and top_p. `requests`: two engines in one process, the one with a draft model whose context is shorter than its target's,
-the other with a head or the suffix index; every third request is aborted, some in the middle of a draft. In the end the pools must
-be at their baseline and the memory where it was after the first tenth.
+On tiny models with random weights, through `Engine.step` and everything behind it: two engines in one process, the one with a draft
+model whose context is shorter than its target's, the other with a head; every third request is aborted, some in the middle of a
+draft. In the end the pools must be at their baseline and the memory where it was after the first tenth.
 """
 
 from __future__ import annotations
@@ -17,9 +14,6 @@ import argparse
 import json
 import random
 import sys
-import time
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,58 +25,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from drafters import model_drafter, speculate
 from eagle_heads import WINDOW, random_weights
 from tiny import prompt
-from tiny_engine import open_tiny, plain_decoder, plain_logits, tiny_llm
-from toy import chi_square_p, reference_distribution
+from tiny_engine import open_tiny, tiny_llm
 
 from triblade.engine.engine import Engine
 from triblade.llm import LLM
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
 from triblade.spec.eagle_files import save_eagle, target_facts
-from triblade.spec.sampler import Sampler, SamplerRow
-from triblade.spec.suffix import SuffixDrafter
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
-PROMPT = prompt(12, seed=5)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "top_k": {"temperature": 1.5, "top_k": 4},
-    "penalties, top_p": {
-        "temperature": 1.2,
-        "top_k": 5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.3,
-    },
-}
-CHOICES = 128
-Pair = tuple[int, int]
 
 
 def main() -> None:
-    """Run one of the two and write the figures."""
+    """Run and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["draws", "requests"])
-    parser.add_argument("--number", type=int, help="draws per drafter (200,000), or requests (5,000)")
-    parser.add_argument("--drafters", nargs="+", default=["suffix", "draft", "drawn draft", "eagle"])
+    parser.add_argument("--number", type=int, default=5_000, help="requests")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures = (
-        {name: draws(name, args.number or 200_000) for name in args.drafters}
-        if args.what == "draws"
-        else requests(args.number or 5_000)
-    )
-    text = json.dumps(figures, indent=1)
+    text = json.dumps({"requests": requests(args.number)}, indent=1) + "\n"
     if args.output:
-        known = json.loads(args.output.read_text()) if args.output.exists() else {}
-        args.output.write_text(
-            json.dumps({**known, args.what: {**known.get(args.what, {}), **figures}}, indent=1) + "\n"
-        )
-    sys.stdout.write(text + "\n")
+        args.output.write_text(text)
+    sys.stdout.write(text)
 
 
-def target(context: int = 64) -> OpenModel:
+def target(context: int) -> OpenModel:
     """A tiny model with random weights."""
     return open_tiny("llama", seed=1, max_position_embeddings=context, **SIZES)
 
@@ -96,57 +63,8 @@ def with_drafter(name: str, model: OpenModel, length: int, **options: Any) -> LL
             save_eagle(Path(folder), target_facts(model), random_weights(model, bits=4, num_inner=1), facts)
             return tiny_llm(model, drafter="eagle", draft_model=folder, **settings)
     llm = tiny_llm(model, **options)
-    if name == "suffix":
-        return speculate(llm, SuffixDrafter(), length)
-    other = open_tiny("llama", seed=0, max_position_embeddings=24 if name == "short draft" else 64, **SIZES)
-    return speculate(llm, model_drafter(llm, other, 1.3 if name == "drawn draft" else 0.0), length)
-
-
-def draws(name: str, number: int) -> dict[str, Any]:
-    """Pairs of tokens with one drafter, for each set of options."""
-    figures: dict[str, Any] = {}
-    for label, options in OPTIONS.items():
-        params = SamplingParams(n=CHOICES, max_tokens=4, ignore_eos=True, **options)
-        llm = with_drafter(name, target(), 2, num_kv_blocks=1024, max_num_seqs=CHOICES)
-        expected, counts = pair_probabilities(params), Counter[Pair]()
-        start = time.monotonic()
-        for seed in range(-(-number // CHOICES)):
-            (choices,) = llm.generate([PROMPT], replace(params, seed=seed))
-            counts.update((choice.token_ids[0], choice.token_ids[1]) for choice in choices)
-        total = counts.total()
-        load = llm.engine.load().speculation
-        wanted = torch.tensor(list(expected.values()), dtype=torch.float64) * total
-        seen = torch.tensor([counts[pair] for pair in expected], dtype=torch.float64)
-        impossible = total - int(seen.sum())
-        figures[label] = {
-            "draws": total,
-            "pairs": len(expected),
-            "impossible": impossible,
-            "p": chi_square_p(seen, wanted),
-            "drafted": load.num_draft_tokens,
-            "accepted": load.num_accepted_tokens,
-            "seconds": round(time.monotonic() - start, 1),
-        }
-        llm.engine.check_idle()
-        sys.stderr.write(f"{name}, {label}: {figures[label]}\n")
-    return figures
-
-
-def pair_probabilities(params: SamplingParams) -> dict[Pair, float]:
-    """Of each pair of tokens that may follow the prompt."""
-    pairs: dict[Pair, float] = {}
-    for first, p in next_probabilities([], params).items():
-        for second, q in next_probabilities([first], params).items():
-            pairs[first, second] = p * q
-    return pairs
-
-
-def next_probabilities(output: list[int], params: SamplingParams) -> dict[int, float]:
-    """The distribution after some output: penalties by the sampler's own processing, filters by the plainest way."""
-    logits = plain_logits(plain_decoder(target()), [*PROMPT, *output])[-1:]
-    row = SamplerRow(params, 0, len(output), PROMPT, output, frozenset())
-    processed = Sampler(logits.shape[-1]).process(logits.float(), [row])[0].tolist()
-    return {token: p for token, p in enumerate(reference_distribution(processed, params)) if p > 0}
+    other = open_tiny("llama", seed=0, max_position_embeddings=24, **SIZES)
+    return speculate(llm, model_drafter(llm, other), length)
 
 
 def requests(number: int) -> dict[str, Any]:

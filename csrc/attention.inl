@@ -152,7 +152,7 @@ inline void add_values_bf16(const float* weights, const Keys& keys, int head, Sh
   for (int key = range.begin; key < range.end; key += kTile) {
     const auto* values = reinterpret_cast<const uint16_t*>(keys.values(key, head)) + d;
     const int count = std::min(kTile, range.end - key);  // what lies behind is of a former owner, and may be NaN
-    auto take = [&](int i) {
+    auto take = [&](int i) __attribute__((always_inline)) {  // or the sums go through memory for every key
       F value[W];
       for (int w = 0; w < W; w++) value[w] = load_bf16(values + i * dim + w * kTile);
       for (int r = 0; r < R; r++) {

@@ -36,10 +36,11 @@ inline void write_token(const LayerCache& cache, int slot, int head, const float
   uint8_t* keys = cache.tile(cache.keys, block, tile, head);
   uint8_t* values = cache.tile(cache.values, block, tile, head);
   if (cache.cache == Cache::kBf16) {
-    auto* k = reinterpret_cast<uint16_t*>(keys);
-    auto* v = reinterpret_cast<uint16_t*>(values);
-    for (int d = 0; d < dim; d++) k[(d / 2 * kTile + token) * 2 + d % 2] = to_bf16(key[d]);
-    for (int d = 0; d < dim; d++) v[token * dim + d] = to_bf16(value[d]);
+    alignas(64) uint16_t halves[kMaxHeadDim];
+    for (int d = 0; d < dim; d++) halves[d] = to_bf16(key[d]);
+    for (int d = 0; d < dim; d += 2) std::memcpy(keys + (d / 2 * kTile + token) * 4, halves + d, 4);
+    for (int d = 0; d < dim; d++) halves[d] = to_bf16(value[d]);
+    std::memcpy(values + token * dim * 2, halves, sizeof(uint16_t) * dim);
     return;
   }
   alignas(64) int8_t codes[kMaxHeadDim];

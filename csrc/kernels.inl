@@ -306,6 +306,9 @@ template <int M>
 inline void linear_tile(const Matrix& matrix, int block, const uint8_t* unpacked, const Activations& x, int t, Epilogue epilogue,
                         float* y, int64_t stride) {
   F out[M];
+  if (epilogue == Epilogue::kAdd) {  // what it is added to often lies in another core's cache
+    for (int m = 0; m < M; m++) prefetch_to_write(y + (t + m) * stride + block * kTile);
+  }
   block_tile<M>(matrix, block, unpacked, x, t, out);
   if (epilogue == Epilogue::kStore || epilogue == Epilogue::kAdd) {
     const int left = matrix.rows - block * kTile;

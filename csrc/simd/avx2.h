@@ -93,6 +93,7 @@ inline void store_bytes(void* p, B x) {
 }
 // By hand: see avx512.h.
 inline void prefetch(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch_to_write(void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<char*>(p))); }
 inline B low_nibbles(B x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};

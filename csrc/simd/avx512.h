@@ -49,6 +49,7 @@ inline void store_uint8(uint8_t* p, F x) {
 inline B load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 // By hand: GCC may take a loop of nothing but _mm_prefetch for an empty one and drop it.
 inline void prefetch(const void* p) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p))); }
+inline void prefetch_to_write(void* p) { asm volatile("prefetchw %0" : : "m"(*static_cast<char*>(p))); }
 inline B low_nibbles(B a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline B high_nibbles(B a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 inline B flip_signs(B a) { return _mm512_xor_si512(a, _mm512_set1_epi8(static_cast<char>(0x80))); }

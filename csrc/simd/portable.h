@@ -92,6 +92,7 @@ template <class Function> inline B each_byte(const B& a, Function f) {
   return out;
 }
 inline void prefetch(const void*) {}
+inline void prefetch_to_write(void*) {}
 inline B low_nibbles(const B& a) { return each_byte(a, [](uint8_t x) { return x & 15; }); }
 inline B high_nibbles(const B& a) { return each_byte(a, [](uint8_t x) { return x >> 4; }); }
 inline B flip_signs(const B& a) { return each_byte(a, [](uint8_t x) { return x ^ 0x80; }); }

@@ -8,6 +8,7 @@ a made-up tree. Knows no model and no torch; uses no user name, since a containe
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import sys
@@ -65,6 +66,29 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
     if trim is not None:
         trim(0)
+
+
+def return_code_pages(root: Path = ROOT) -> None:
+    """Let go of the machine code that ran so far, most of it only once, to register operators and to load; where a system has no
+    such call, do nothing. What is still needed comes back from the file, which the system's page cache has, when it next runs.
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    for begin, end in clean_code(root):
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def clean_code(root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Addresses of the code that this process has mapped from files and never changed."""
+    span, is_code = (0, 0), False
+    for line in _lines(root / "proc/self/smaps"):
+        name, *rest = line.split()
+        if not name.endswith(":"):  # "7f00-7f80 r-xp 00000000 fe:00 1234  /usr/lib/libc.so.6"
+            begin, _, end = name.partition("-")
+            span, is_code = (int(begin, 16), int(end, 16)), rest[0] == "r-xp" and rest[3] != "0"
+        elif name == "Private_Dirty:" and is_code and rest[0] == "0":
+            yield span
 
 
 def _affinity() -> int:

@@ -130,6 +130,7 @@ ATTENTION_BACKENDS = Registry(
     {
         "flash_attn": "triblade.engine.attention_packages:FlashAttention",
         "flashinfer": "triblade.engine.attention_packages:FlashInfer",
+        "triton": "triblade.engine.attention_packages:TritonAttention",
         "sdpa": "triblade.engine.attend:SdpaAttention",
         "eager": "triblade.engine.attend:EagerAttention",
     },

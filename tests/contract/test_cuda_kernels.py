@@ -172,8 +172,7 @@ class Case:
     has_norm: bool = False
     half: int = 32  # rotated pairs
     block: int = 16
-    is_boxed: bool = False  # as for many sequences, in boxes
-    is_crowd: bool = False  # as for more, shared out over workers
+    is_boxed: bool = False  # as for many sequences
 
 
 CASES = [
@@ -188,18 +187,16 @@ CASES = [
     Case(14, 2, 128, (70, 300), is_boxed=True),
     Case(4, 2, 128, (40, 130), queries=3, codec="int8", is_boxed=True),
     Case(4, 1, 256, (33, 260), queries=5, window=50, half=64, is_boxed=True),  # several tiles of rows
-    Case(14, 2, 128, (70, 1, 300, 16, 33), is_crowd=True),
-    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_crowd=True),  # queries of a sequence are rows of one tile
-    Case(6, 3, 64, (17, 2, 90), window=30, softcap=9.0, is_crowd=True),
-    Case(10, 5, 64, (40, 700), dtype=F16, codec="float16", block=32, is_crowd=True),  # one sequence for several workers
-    Case(8, 4, 256, (33, 100, 5), codec="int8", window=48, half=64, is_crowd=True),
+    Case(8, 1, 128, (70, 9, 300), queries=2, codec="int8", is_boxed=True),
+    Case(6, 3, 64, (17, 2, 90), window=30, softcap=9.0, is_boxed=True),
+    Case(10, 5, 64, (40, 700), dtype=F16, codec="float16", block=32, is_boxed=True),
+    Case(8, 4, 256, (33, 100, 5), codec="int8", window=48, half=64, is_boxed=True),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation, cache write and attention, against the reference over the same cache."""
-    monkeypatch.setattr(attention, "CROWD_HEADS", 0 if case.is_crowd else 10**9)
     monkeypatch.setattr(attention, "BOXED_BLOCKS", 0 if case.is_boxed else 10**9)
     torch.manual_seed(4)
     caches, tables = filled_caches(case)
@@ -227,13 +224,72 @@ def test_attention(device: EmulatedDevice, case: Case, monkeypatch: pytest.Monke
     assert not kernels._counters.any()
 
 
+@dataclass(frozen=True)
+class LongCase:
+    """Long chunks that attend together."""
+
+    heads: int
+    groups: int
+    dim: int
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    dtype: torch.dtype = BF16
+    window: int | None = None
+    block: int = 16
+
+
+LONG_CASES = [
+    LongCase(2, 1, 64, (200, 131), (200, 1)),  # a whole prompt, and one token of another
+    LongCase(3, 3, 64, (310,), (130,), window=40, dtype=F16, block=32),
+    LongCase(2, 1, 128, (90, 150), (70, 150)),
+]
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_attention_of_long_chunks(device: EmulatedDevice, case: LongCase) -> None:
+    """Over what the cache holds; behind the last key it holds what is not a number."""
+    torch.manual_seed(8)
+    history = Case(
+        case.heads, case.groups, case.dim, case.lengths, codec=str(case.dtype)[6:], dtype=case.dtype, block=case.block
+    )
+    (cache, _), tables = filled_caches(history)
+    blocks = [-(-length // case.block) for length in case.lengths]
+    used = [slots_of(t, 0, n, case.block) for t, n in zip(tables, case.lengths, strict=True)]
+    everything = torch.zeros(cache.num_blocks * case.block, dtype=torch.bool).index_fill(0, torch.cat(used), True)
+    nothing = (~everything).nonzero().flatten()
+    vectors_shape = (case.groups, case.dim)
+    cache.write(1, torch.cat(used), *(torch.randn(sum(case.lengths), *vectors_shape).to(case.dtype) for _ in "kv"))
+    cache.write(1, nothing, *(torch.full((len(nothing), *vectors_shape), torch.nan, dtype=case.dtype) for _ in "kv"))
+    qkv = torch.randn(sum(case.queries), (case.heads + 2 * case.groups) * case.dim).to(case.dtype)
+    starts = np.cumsum(([0, *case.queries], [0, *(count * case.block for count in blocks)]), axis=1, dtype=np.int32)
+    chunks = attention.Chunks(
+        query_starts=torch.from_numpy(starts[0]),
+        key_starts=torch.from_numpy(starts[1].copy()),
+        lengths=torch.tensor(case.lengths, dtype=torch.int32),
+        blocks=torch.cat([t[:count] for t, count in zip(tables, blocks, strict=True)]).int(),
+        most_queries=max(case.queries),
+    )
+    out = torch.full((sum(case.queries), case.heads * case.dim), torch.nan, dtype=case.dtype)
+    kernels, scoring = AttentionKernels(device, case.dtype, CPU), Scoring(scale=0.1, softcap=None, window=case.window)
+    assert kernels.takes_chunks(paged_layer(cache, 1), scoring)
+    kernels.attend_chunks(qkv, chunks, paged_layer(cache, 1), scoring, out)
+    row = 0
+    for table, length, queries in zip(tables, case.lengths, case.queries, strict=True):
+        keys, values = (x[:, :length].float() for x in cache.read(1, table.unsqueeze(0)))
+        positions = torch.arange(length - queries, length).unsqueeze(0)
+        mask = window_mask(positions, length, case.window).explicit(queries, length, CPU)
+        q = qkv[row : row + queries].view(1, queries, -1, case.dim)[:, :, : case.heads].float()
+        expected = eager_attention(q, keys, values, AttentionMask(mask), 0.1, None)
+        assert relative(out[row : row + queries], expected.reshape(queries, -1)) < 2 * ROUNDING[case.dtype]
+        row += queries
+
+
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize("least", ["CROWD_HEADS", "BOXED_BLOCKS"])
 def test_what_lies_behind_a_sequence_is_not_seen(
-    device: EmulatedDevice, codec: str, least: str, monkeypatch: pytest.MonkeyPatch
+    device: EmulatedDevice, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of a block may hold what is not a number: somebody else's, from before."""
-    monkeypatch.setattr(attention, least, 0)
+    monkeypatch.setattr(attention, "BOXED_BLOCKS", 0)
     case = Case(4, 2, 128, (21, 3, 40), codec=codec)
     caches, tables = filled_caches(case)
     layout, count = caches[0].layout, caches[0].num_blocks * case.block

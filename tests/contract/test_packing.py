@@ -10,6 +10,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
 from triblade.ops.packing import Format, QuantizedMatrix, interleaved_halves, pack_dense, pack_quantized, unpack
+from triblade.quant import rtn
 from triblade.quant.gguf_blocks import KERNEL_TYPES, quantized_matrix
 from triblade.quant.rtn import round_to_nearest
 
@@ -96,6 +97,16 @@ def test_round_to_nearest_error(bits: int, group: int) -> None:
     if bits == 8:
         assert (error.abs() <= half_steps[..., None] * (2 + 2**-9) + 1e-7).all()
     assert (matrix.dequantize()[7] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_matrix_rounded_in_pieces_is_its_rows_rounded_alone(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = randn(10, 64).bfloat16()
+    alone = [round_to_nearest(row[None], bits, 32) for row in weight]
+    monkeypatch.setitem(rtn.CELLS_AT_ONCE, "cpu", 3 * 64)
+    whole = round_to_nearest(weight, bits, 32)
+    assert torch.equal(whole.codes, torch.cat([row.codes for row in alone]))
+    assert torch.equal(whole.scales, torch.cat([row.scales for row in alone]))
 
 
 def test_weights_on_the_grid_are_kept_exactly() -> None:

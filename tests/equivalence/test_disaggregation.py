@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from disaggregated import pair
 from drafters import ScriptedDrafter, speculate
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
+from wire_tables import table_for
 
 from triblade.engine.engine import Engine
 from triblade.llm import LLM, Completion
@@ -142,3 +145,43 @@ def test_a_busy_label_twice() -> None:  # G18: two requests with one client id
         first, second = prompts()[-1], prompts()[-2]
         found = workers.generate([first, second, first], GREEDY)
         assert [c[0].token_ids for c in found] == [alone()[i].token_ids for i in (-1, -2, -1)]
+
+
+@pytest.mark.parametrize("connector", ["local", "tcp", "shm"])
+def test_int8_rows_in_the_int8_codec_lose_nothing(connector: str) -> None:
+    expected = tiny_llm(model(), kv_cache_dtype="int8").generate(prompts(), GREEDY)
+    with pair(model(), connector, kv_cache_dtype="int8", transfer={"wire_codec": "int8"}) as workers:
+        same(workers.generate(prompts(), GREEDY), [choices[0] for choices in expected])
+        assert workers.remote.counts.num_failed == 0
+
+
+def test_float_rows_in_the_int8_codec_fill_an_int8_cache() -> None:
+    """The workers' caches differ in dtype; what arrives is about as large as what is stored."""
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "prefill": {"kv_cache_dtype": "float32"}}
+    with pair(model(), "tcp", transfer={"wire_codec": "int8"}, **options) as workers:
+        for choices, reference in zip(workers.generate(prompts(), GREEDY), alone(), strict=True):
+            assert choices[0].token_ids[0] == reference.token_ids[0]
+        counts = workers.remote.counts
+        assert counts.num_complete == counts.num_fetches > 0
+
+
+@pytest.mark.parametrize("connector", ["local", "tcp", "shm"])
+def test_rows_in_a_calibrated_codec(connector: str, tmp_path: Path) -> None:
+    """The decode worker gets the table from its prefill worker; exact tokens make short prompts exact."""
+    layout = tiny_llm(model()).engine.runner.executor.cache.layout
+    path = tmp_path / "table.safetensors"
+    replace(table_for(layout, bits=8.0, exact_first=4, exact_last=128), figures={"nats": 0.1}).save(path)
+    transfer = {"wire_codec": "pca-lut", "wire_table": path}
+    with pair(model(), connector, transfer=transfer) as workers:
+        same(workers.generate(prompts(), GREEDY), alone())
+        counts = workers.remote.counts
+        assert counts.num_complete == counts.num_fetches > 0
+
+
+def test_requests_that_a_table_would_harm_are_sent_raw(tmp_path: Path) -> None:
+    layout = tiny_llm(model()).engine.runner.executor.cache.layout
+    path = tmp_path / "table.safetensors"
+    replace(table_for(layout, bits=2.0), figures={"nats": 1e-9}).save(path)
+    with pair(model(), "tcp", transfer={"wire_codec": "pca-lut", "wire_table": path}) as workers:
+        same(workers.generate(prompts()[-2:], GREEDY), alone()[-2:])
+        workers.eventually(lambda: [state.num_fallbacks for state in workers.fetcher.states] == [2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from triblade.kv.layout import KVLayout
 from triblade.ops.backend import Linear
 from triblade.ops.cuda.attention import AttentionKernels, Rotation, Scoring, Sequences
 from triblade.ops.cuda.linear import Activations, LinearKernels
-from triblade.ops.cuda.packing import DeviceMatrix, finer_groups, pack_codes, pack_dense, unpack
+from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, pack_dense, unpack
 from triblade.ops.cuda.vectors import VectorKernels
 from triblade.ops.reference import ReferenceBackend
 
@@ -64,25 +62,6 @@ def test_products(kind: str, rows: int, is_gated: bool, dtype: torch.dtype) -> N
         wanted = ReferenceBackend().gated_activation(expected, "silu") if is_gated else expected + before.float()
         assert error(results[0], wanted) < BOUNDS[dtype], tokens
         assert torch.equal(*results), tokens
-
-
-@pytest.mark.parametrize(("rows", "is_gated"), [(1000, False), (2 * 1536, True)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_rounded_inputs(rows: int, is_gated: bool, dtype: torch.dtype) -> None:
-    """Many tokens through the library's product of integers, against the formula in float32."""
-    torch.manual_seed(0)
-    whole = random_codes(rows, 1152, 1152, 8, has_offsets=False)
-    matrix = replace(pack_codes(finer_groups(whole), dtype, is_gated=is_gated), row_scales=whole.scales[:, 0].float())
-    kernels = LinearKernels(cuda_device(), dtype, CUDA)
-    kernels.reserve([matrix])
-    x = (torch.randn(500, 1152, device=CUDA) * torch.logspace(-2, 1, 500, device=CUDA)[:, None]).to(dtype)
-    scales = x.float().abs().amax(1, keepdim=True) / 127
-    assert matrix.bias is not None
-    expected = F.linear((x.float() / scales).round() * scales, whole.dequantize(), matrix.bias.float())
-    out = torch.full((500, rows // 2 if is_gated else rows), 0.5, device=CUDA, dtype=dtype)
-    kernels.multiply(Activations(x, 500, 0), matrix, out, None if is_gated else out)
-    wanted = ReferenceBackend().gated_activation(expected, "silu") if is_gated else expected + 0.5
-    assert error(out, wanted) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])

@@ -40,7 +40,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_posi
 
 
 def opened(**overrides: Any) -> OpenModel:
-    return replace(open_tiny("llama", **{**SIZES, **overrides}), dtype=torch.bfloat16)
+    """In float16, whose roundings seldom turn a token of a random model, as those of bfloat16 do."""
+    return replace(open_tiny("llama", **{**SIZES, **overrides}), dtype=torch.float16)
 
 
 def engine(model: OpenModel, **options: Any) -> LLM:
@@ -68,7 +69,7 @@ def answers(llm: LLM, tokens: list[list[int]], params: SamplingParams) -> list[l
 def check_equal(ours: list[list[int]], plain: list[list[int]], model: OpenModel, way: str) -> None:
     """Rows of another number may round a near tie the other way; answers part there, and nowhere else."""
     lengths = [length_of_common(a, b) for a, b in zip(ours, plain, strict=True)]
-    assert sum(lengths) >= 0.3 * sum(map(len, plain)), lengths
+    assert sum(lengths) >= 0.6 * sum(map(len, plain)), lengths
     if way == "drawn":
         return
     judge = gpu_reference_of(model)

@@ -132,6 +132,8 @@ def test_what_is_asked_for_is_taken(calls: list[dict[str, Any]], caplog: pytest.
 FALLBACKS = [
     ("flash_attn", {}, "it cannot be imported (No module named 'flash_attn')"),
     ("flashinfer", {}, "it cannot be imported (No module named 'flashinfer')"),
+    ("triton", {}, "it cannot be imported (No module named 'triton')"),
+    ("triton", {"codec": "int8"}, "KV cache dtype int8 (triton: that of the model)"),
     ("flash_attn", {"capability": None}, "it needs a CUDA device"),
     ("flash_attn", {"capability": (7, 5)}, "compute capability 7.5 (flash_attn: 8.0)"),
     ("flash_attn", {"dtype": torch.float32}, "dtype float32 (flash_attn: bfloat16, float16)"),
@@ -144,7 +146,7 @@ FALLBACKS = [
 def test_what_cannot_be_taken_is_replaced(
     name: str, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in ("flash_attn", "flashinfer"):
+    for package in ("flash_attn", "flashinfer", "triton"):
         monkeypatch.setattr(sys, "path", [])  # also where they are installed
         monkeypatch.delitem(sys.modules, package, raising=False)
     attention, lines = chosen(name, needs(config("llama"), **changes), caplog)

@@ -57,6 +57,7 @@ static jmp_buf scheduler;
 static std::vector<Thread> threads;
 static u32 current;
 static u32 arrived, generation, live;
+static u32 part_arrived, part_generation;
 struct Warp {
   u32 arrived = 0, generation = 0;
   u32 words[32][6];
@@ -205,15 +206,34 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 // The second operand of a warpgroup's product: where it is, and how its parts lie apart.
+enum Arrangement { UNITS, INPUTS, COLUMNS };
 struct Operand {
   const u8* first;
-  u32 inputs_apart, tokens_apart;
+  u32 inputs_apart, columns_apart;
+  Arrangement arrangement;
 };
-DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 tokens_apart) {
-  return {static_cast<const u8*>(shared), inputs_apart, tokens_apart};
+DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 columns_apart) {
+  return {static_cast<const u8*>(shared), inputs_apart, columns_apart, UNITS};
+}
+DEVICE Operand operand_of_inputs(const void* shared) { return {static_cast<const u8*>(shared), 0, 1024, INPUTS}; }
+DEVICE Operand operand_of_columns(const void* shared, u32 slices_apart) {
+  return {static_cast<const u8*>(shared), slices_apart, 1024, COLUMNS};
+}
+DEVICE u16 element(const Operand& b, int k, int column) {
+  const u8* at = b.first;
+  if (b.arrangement == UNITS) {
+    at += (k >> 3) * b.inputs_apart + (column >> 3) * b.columns_apart + (column & 7) * 16 + (k & 7) * 2;
+  } else {
+    at += b.arrangement == INPUTS ? column * 128 + k * 2 : column / 64 * b.inputs_apart + k * 128 + column % 64 * 2;
+    const u64 place = reinterpret_cast<u64>(at);
+    at = reinterpret_cast<const u8*>(place ^ (place >> 7 & 7) << 4);
+  }
+  u16 bits;
+  memcpy(&bits, at, 2);
+  return bits;
 }
 // At once, warp by warp.
-template <bool F16, int TILES>
+template <bool F16, bool BY_COLUMNS = false, int TILES>
 DEVICE void multiply_wide(float (&c)[TILES][4], const u32 (&a)[4], Operand b) {
   emulation::Warp& warp = emulation::warp();
   const int me = emulation::current & 31;
@@ -221,15 +241,16 @@ DEVICE void multiply_wide(float (&c)[TILES][4], const u32 (&a)[4], Operand b) {
   emulation::warp_barrier();
   for (int n = 0; n < TILES; n++)
     for (int i = 0; i < 4; i++) {
-      const int row = (me >> 2) + 8 * (i >> 1), token = 2 * (me & 3) + (i & 1);
-      for (int k = 0; k < 16; k++) {
-        const u8* unit = b.first + (k >> 3) * b.inputs_apart + n * b.tokens_apart + token * 16;
-        c[n][i] += number<F16>(warp.words[(row & 7) * 4 + (k % 8) / 2][(row >> 3) + 2 * (k >> 3)], k) *
-                   number<F16>(reinterpret_cast<const u32*>(unit)[(k & 7) / 2], k);
-      }
+      const int row = (me >> 2) + 8 * (i >> 1), column = 8 * n + 2 * (me & 3) + (i & 1);
+      for (int k = 0; k < 16; k++)
+        c[n][i] += number<F16>(warp.words[(row & 7) * 4 + (k % 8) / 2][(row >> 3) + 2 * (k >> 3)], k) * low<F16>(element(b, k, column));
     }
   emulation::warp_barrier();
 }
+template <int REGISTERS>
+DEVICE void leave_registers() {}
+template <int REGISTERS>
+DEVICE void take_registers() {}
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
 template <int LEFT>
@@ -256,8 +277,11 @@ DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64*) { memcp
 struct BoxMap {
   u64 address, sizes[5], strides[5], box[5];
 };
-DEVICE void copy_box(void* shared, const BoxMap& map, int token, int slice, int block, u64*) {
-  const u64 first[5] = {0, u64(token), u64(slice), 0, u64(block)};
+struct Corner {
+  int token, slice, kind, block;
+};
+DEVICE void copy_box(void* shared, const BoxMap& map, const Corner& corner, u64*) {
+  const u64 first[5] = {0, u64(corner.token), u64(corner.slice), u64(corner.kind), u64(corner.block)};
   for (u64 kind = 0; kind < map.box[3]; kind++)
     for (u64 s = 0; s < map.box[2]; s++)
       for (u64 t = 0; t < map.box[1]; t++) {
@@ -273,14 +297,6 @@ DEVICE void copy_box(void* shared, const BoxMap& map, int token, int slice, int 
       }
 }
 DEVICE u8* aligned(u8* shared, u32 bytes) { return shared + (-reinterpret_cast<u64>(shared) & (bytes - 1)); }
-template <int BYTES>
-DEVICE void copy_own(void* shared, const void* global, bool exists) {
-  if (exists) memcpy(shared, global, BYTES);
-  else memset(shared, 0, BYTES);
-}
-DEVICE void end_copy_group() {}
-template <int LEFT>
-DEVICE void wait_for_copies() {}
 
 template <u32 MASK>
 DEVICE u32 and_or(u32 a, u32 b) {
@@ -316,6 +332,10 @@ DEVICE bool any_lane(bool holds) {
 }
 DEVICE void warp_barrier() { emulation::warp_barrier(); }
 DEVICE void block_barrier() { emulation::wait(emulation::arrived, emulation::generation, emulation::live); }
+template <int THREADS>
+DEVICE void part_barrier() {
+  emulation::wait(emulation::part_arrived, emulation::part_generation, THREADS);
+}
 DEVICE float exponential2(float x) { return exp2f(x); }
 DEVICE float exponential(float x) { return expf(x); }
 DEVICE float rsqrtf(float x) { return 1.0f / sqrtf(x); }
@@ -328,15 +348,6 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
   }
   block_barrier();
   return last;
-}
-DEVICE bool is_last_warp(u32* counter, u32 expected) {
-  int last = 0;
-  emulation::warp_barrier();
-  if ((threadIdx.x & 31) == 0) {
-    last = ++*counter == expected;
-    if (last) *counter = 0;
-  }
-  return shuffle(last, 0);
 }
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}

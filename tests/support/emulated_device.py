@@ -41,7 +41,6 @@ class EmulatedDevice:
     def __init__(self, folder: Path, *, has_warpgroups: bool = True) -> None:
         self._folder = folder
         self.has_warpgroups = has_warpgroups
-        self.multiprocessors = 2  # so that few sequences are shared by several workers
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
         return getattr(library(source, tuple(sorted(constants.items())), self._folder), f"launch_{name}")

@@ -100,7 +100,9 @@ def markov_llm(drafter: str, length: int, **options: Any) -> LLM:
         return speculate(llm, SuffixDrafter(), length)
     if drafter == "self":
         return speculate(llm, model_drafter(llm, rounded(model, 4)), length)
-    other = markov_model(table() + 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(9)))
+    other = markov_model(
+        table() + 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(9))
+    )
     return speculate(llm, model_drafter(llm, other, 1.2 if drafter == "drawn draft" else 0.0), length)
 
 
@@ -171,7 +173,9 @@ def draws_of(choices: Sequence[Completion], params: SamplingParams) -> Draws:
     """All tokens of some answers to PROMPT, with what each was drawn from."""
     answers = torch.tensor([choice.token_ids for choice in choices])  # [S, T]
     whole = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], -1)
-    before = torch.nn.functional.one_hot(answers, VOCABULARY).cumsum(1) - torch.nn.functional.one_hot(answers, VOCABULARY)
+    before = torch.nn.functional.one_hot(answers, VOCABULARY).cumsum(1) - torch.nn.functional.one_hot(
+        answers, VOCABULARY
+    )
     last = whole[:, len(PROMPT) - 1 : -1]  # [S, T]
     positions = torch.tensor([_positions(choice) for choice in choices])
     expected = distributions(last.flatten(), before.flatten(0, 1), params)
@@ -202,7 +206,9 @@ def distributions(last: Tensor, before: Tensor, params: SamplingParams) -> Tenso
         p = _at_least(p, p.topk(params.top_k).values[:, -1:])
     if params.top_p < 1.0:
         ordered = p.sort(dim=-1, descending=True).values
-        is_needed = ordered.cumsum(-1) - ordered < params.top_p * ordered.sum(-1, keepdim=True)  # those before are not enough
+        is_needed = ordered.cumsum(-1) - ordered < params.top_p * ordered.sum(
+            -1, keepdim=True
+        )  # those before are not enough
         p = _at_least(p, ordered.gather(-1, is_needed.sum(-1, keepdim=True) - 1))
     return p / p.sum(-1, keepdim=True)
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ class RealServer:
     url: str
     http: httpx.Client
     openai: OpenAI
+    log: list[str]
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
@@ -45,9 +46,9 @@ class RealServer:
 
 
 @contextmanager
-def real_server(model: Path) -> Iterator[RealServer]:
+def real_server(model: Path, options: Sequence[str] = OPTIONS) -> Iterator[RealServer]:
     """Serve until the block ends; the server must end with exit code 0 and have logged no trace."""
-    command = [sys.executable, "-m", "triblade", "serve", str(model), *OPTIONS, "--served-model-name", "smollm2"]
+    command = [sys.executable, "-m", "triblade", "serve", str(model), *options, "--served-model-name", "smollm2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         log: list[str] = []
         reader = threading.Thread(target=lambda: log.extend(iter(process.stderr.readline, "")))  # type: ignore[union-attr]
@@ -58,7 +59,7 @@ def real_server(model: Path) -> Iterator[RealServer]:
                 httpx.Client(base_url=url, timeout=60) as http,
                 OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as openai,
             ):
-                yield RealServer(url, http, openai)
+                yield RealServer(url, http, openai, log)
         finally:
             process.terminate()
             reader.join()

@@ -60,6 +60,13 @@ def test_reads_what_a_writer_wrote(valid: Path) -> None:
     assert {t.name: t.data_offset for t in reference.tensors} == {n: t.offset for n, t in file.tensors.items()}
 
 
+def test_tensors_are_read_without_the_metadata(valid: Path) -> None:
+    file = GGUFFile(valid)
+    file.forget_metadata()
+    assert file.metadata == {}
+    np.testing.assert_array_equal(file.blocks("b.weight").view(np.float32), random_tensor(5).numpy())
+
+
 @pytest.mark.parametrize("keep", [0, 1, 4, 23, 24, 60, 0.5, -1])  # A09
 def test_a_file_cut_short_is_a_clean_error(valid: Path, tmp_path: Path, keep: float) -> None:
     content = valid.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -114,6 +115,34 @@ def test_peak_memory_is_read_from_the_process_status(tmp_path: Path) -> None:
     assert host.peak_rss_bytes(root=root) == 2048 * 1024
     assert host.peak_rss_bytes(7, root) == 4096 * 1024
     assert host.peak_rss_bytes(8, root) == 0
+
+
+def test_code_that_may_be_dropped_is_executable_from_a_file_and_unchanged(tmp_path: Path) -> None:
+    spans = {
+        "1000-3000 r-xp 00000000 fe:00 77  /usr/lib/a b.so": 0,
+        "3000-4000 r-xp 00002000 fe:00 77  /usr/lib/a b.so": 4,  # a debugger's breakpoint
+        "4000-5000 r--p 00003000 fe:00 77  /usr/lib/a b.so": 0,
+        "5000-6000 rw-p 00004000 fe:00 77  /usr/lib/a b.so": 0,
+        "6000-7000 r-xp 00000000 00:00 0": 0,  # made by a compiler in this process: no file brings it back
+        "7000-8000 r-xp 00000000 00:00 0  [vdso]": 0,
+        "ffff000-ffff800 r-xp 00000000 fe:00 78  /usr/lib/c.so": 0,
+    }
+    figures = "Size: 8 kB\nRss: 4 kB\nPrivate_Clean: 4 kB\nPrivate_Dirty: {} kB\nVmFlags: rd ex mr\n"
+    smaps = "".join(f"{span}\n{figures.format(dirty)}" for span, dirty in spans.items())
+    root = tree(tmp_path, {"proc/self/smaps": smaps})
+    assert list(host.clean_code(root)) == [(0x1000, 0x3000), (0xFFFF000, 0xFFFF800)]
+    assert list(host.clean_code(Path("/nonexistent"))) == []
+
+
+def test_dropped_code_runs_again() -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssFile:")[1].split()[0])
+
+    before = resident()
+    host.return_code_pages()
+    assert resident() < before
+    assert sum(math.sqrt(n) for n in range(4)) > 4
 
 
 def test_this_machine() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from triblade.commands.frame import app
+from triblade.cli import app
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")

@@ -15,7 +15,7 @@ from triblade.registry import unknown_name
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-AttentionBackend = Literal["auto", "triblade", "flash_attn", "flashinfer", "sdpa", "eager"]
+AttentionBackend = Literal["auto", "triblade", "flash_attn", "flashinfer", "triton", "sdpa", "eager"]
 BackendName = Literal["auto", "native", "reference"]
 QuantizationName = Literal["int4", "int8"]
 DraftPolicyName = Literal["adaptive", "fixed"]
@@ -115,7 +115,7 @@ class EngineConfig:
     """`native` (C++, CPU), `reference` (torch), or `auto`: the fastest that runs this model; the log says why not a faster one."""
 
     attention_backend: AttentionBackend = "auto"
-    """`triblade` (own kernels), `flash_attn` and `flashinfer` (packages), `sdpa` (torch), `eager` (formula); `auto` says why."""
+    """`triblade` (own kernels), `flash_attn`, `flashinfer`, `triton` (if installed), `sdpa` (torch), `eager`; `auto` says why."""
 
     deterministic: bool = False
     """Bit-equal results in float32 whatever the batch, chunks, cache hits and preemptions; slow, for tests and audits."""

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Connector, Link
-from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State
+from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
 from triblade.errors import WireError
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,12 @@ class Terms(Protocol):
     def check(self, link: Link, hello: Hello) -> None:
         """Raises:
         WireError: a peer that says this of itself is of no use.
+        """
+        ...
+
+    def use(self, link: Link, table: Table) -> None:
+        """Raises:
+        WireError: a peer that encodes with this is of no use.
         """
         ...
 
@@ -282,7 +288,7 @@ class _Peer:
             self._fetcher.arrived(self, link, message)
         elif isinstance(message, State):
             self.state = message
-        elif isinstance(message, Hello):
+        elif isinstance(message, Hello | Table):
             self._greeted(link, message)
         elif isinstance(message, Refusal):
             self._refused(link, message.reason)
@@ -299,9 +305,12 @@ class _Peer:
             log.warning("prefill worker %s lost: %s", self.address, reason)
         self._fetcher.lost(self, reason)
 
-    def _greeted(self, link: Link, hello: Hello) -> None:
+    def _greeted(self, link: Link, message: Hello | Table) -> None:
         try:
-            self._fetcher.terms.check(link, hello)
+            if isinstance(message, Table):
+                self._fetcher.terms.use(link, message)
+                return
+            self._fetcher.terms.check(link, message)
         except WireError as error:
             link.send(Refusal(reason=error.message))
             self._refused(link, error.message)

@@ -7,9 +7,9 @@ shows before the first request and not in its answer. Both use a pool of one blo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,15 @@ def canary(cache: KVCache, codec: WireCodec) -> bytes:
     return codec.encode(own, [0], WireSpan(0, block_size, block_size))
 
 
-def check_canary(cache: KVCache, codec: WireCodec, payload: bytes | memoryview) -> None:
+class Decodes(Protocol):
+    """The receiving half of a `WireCodec`."""
+
+    def decode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan, payload: bytes | memoryview) -> None:
+        """See `WireCodec`."""
+        ...
+
+
+def check_canary(cache: KVCache, codec: Decodes, payload: bytes | memoryview) -> None:
     """Raises:
     WireError: the canary does not read as what was written, naming the layer.
     """

@@ -16,16 +16,16 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
+from triblade.disagg.codecs import Encode, Sender
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import canary, described, layout_from, why_not
 from triblade.disagg.links import Link
-from triblade.disagg.remote import wire_codec
 from triblade.disagg.shared_rows import SharedPool
-from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Taken
+from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.engine.request import Request
@@ -55,6 +55,14 @@ class _Lease:
     expires_s: float
 
 
+@dataclass(slots=True)
+class _Reader:
+    """Who gets rows over a link."""
+
+    sender: Sender
+    by_reference: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """A transfer as the prefill worker sees it."""
@@ -65,6 +73,7 @@ class _Job:
     stop: int  # tokens to compute
     sent: int  # tokens whose rows are with the peer
     progress_s: float
+    encode: Encode
     leases: deque[_Lease] = field(default_factory=deque)
     has_ended: bool = False  # its End is sent; only leases are left
 
@@ -85,12 +94,12 @@ class PrefillService:
     def __init__(self, engine: Engine, config: TransferConfig, pool: SharedPool | None = None) -> None:
         self.engine = engine
         self._cache = engine.runner.executor.cache
-        self._codec = wire_codec(config, self._cache)
-        self._pool = pool if self._codec.name == "raw" else None
-        self._canary = canary(self._cache, self._codec)
+        self._config = config
+        Sender(config, self._cache.layout, self._cache.layout)  # fails now where it would with every peer
+        self._pool = pool if config.wire_codec == "raw" else None
         self._lease_s = config.lease_s
         self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
-        self._links: dict[Link, bool] = {}  # greeted -> whether it reads rows by reference
+        self._links: dict[Link, _Reader] = {}  # greeted ones
         self._jobs: dict[tuple[Link, int, int], _Job] = {}
         self._state = State(backlog_tokens=0)
         self._num_expired = self._num_faults = 0
@@ -175,26 +184,28 @@ class PrefillService:
                 pass
 
     def _greet(self, link: Link, hello: Hello) -> None:
-        layout = self._cache.layout
+        layout, codec = self._cache.layout, self._config.wire_codec
         try:
-            difference = why_not(layout, layout_from(hello.layout), self._codec.name, hello.codec)
+            theirs = layout_from(hello.layout)
+            difference = why_not(layout, theirs, codec, hello.codec)
+            if difference is not None:
+                raise WireError(f"prefill and decode worker differ in {difference}")
         except WireError as error:
-            difference = error.message
-        if difference is not None:
-            reason = f"prefill and decode worker differ in {difference}"
-            log.error("decode worker %s refused: %s", link.peer, reason)
-            link.send(Refusal(reason=reason))
+            log.error("decode worker %s refused: %s", link.peer, error.message)
+            link.send(Refusal(reason=error.message))
             link.close()
             return
         pool = self._pool if hello.by_reference else None
-        self._links[link] = pool is not None
+        reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None)
+        if (table := reader.sender.table) is not None:
+            link.send(Table(payload=table))
         answer = Hello(
             role="prefill",
             layout=described(layout),
-            codec=self._codec.name,
-            by_reference=pool is not None,
+            codec=codec,
+            by_reference=reader.by_reference,
             num_blocks=self._cache.num_blocks,
-            payload=self._canary,
+            payload=canary(self._cache, reader.sender.codec),
         )
         link.send(answer, file=None if pool is None else pool.file)
         link.send(self._state)
@@ -209,7 +220,8 @@ class PrefillService:
         except TribladeError as error:
             link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
             return
-        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic())
+        encode = self._links[link].sender.request()
+        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), encode)
         if job.key in self._jobs:
             return  # twice
         request.keeps_blocks = True
@@ -262,7 +274,7 @@ class PrefillService:
         first, now = job.sent, time.monotonic()
         blocks = job.request.block_table[first // block_size : -(-(first + num_tokens) // block_size)].tolist()
         span = WireSpan(first, num_tokens, job.stop + 1)
-        by_reference = self._links[job.link]
+        by_reference = self._links[job.link].by_reference
         lease = _Lease(first + num_tokens, blocks, now + self._lease_s)
         if by_reference:
             self.engine.pool.retain(blocks)
@@ -276,7 +288,7 @@ class PrefillService:
             blocks=tuple(blocks) if by_reference else (),
             checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
             expires_s=lease.expires_s if by_reference else 0.0,
-            payload=b"" if by_reference else self._codec.encode(self._cache, blocks, span),
+            payload=b"" if by_reference else job.encode(self._cache, blocks, span),
         )
         job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
@@ -331,8 +343,14 @@ class PrefillService:
         if now >= self._next_state_s:
             self._next_state_s = now + STATE_INTERVAL_S
             self._state = self._current_state()
-            for link in self._links:
-                link.send(self._state)
+            for link, reader in self._links.items():
+                link.send(replace(self._state, num_fallbacks=reader.sender.num_fallbacks))
+                self._refresh(link, reader)
+
+    def _refresh(self, link: Link, reader: _Reader) -> None:
+        """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
+        if not self.engine.has_work and reader.sender.refresh(lambda table: link.send(Table(payload=table))):
+            log.info("KV rows for decode worker %s have a new table", link.peer)
 
     def _current_state(self) -> State:
         requests = [job.request for job in self._jobs.values() if not job.request.is_finished]

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
+from triblade.disagg.codecs import Receiver
 from triblade.disagg.fetcher import Arrival, Fetcher, KVConnector
 from triblade.disagg.identity import check_canary, described, layout_from, why_not
 from triblade.disagg.links import Connector, Link
-from triblade.disagg.wire import End, Fetch, Hello, Rows, Taken, token_payload
+from triblade.disagg.wire import End, Fetch, Hello, Rows, Table, Taken, token_payload
 from triblade.engine.engine import Engine
 from triblade.engine.request import Request
 from triblade.engine.transfers import TransferCounts
 from triblade.errors import WireError
 from triblade.kv.cache import KVCache
-from triblade.kv.wire import WireCodec, WireSpan, codec_of
-from triblade.registry import WIRE_CODECS
+from triblade.kv.wire import WireSpan
 
 log = logging.getLogger(__name__)
 
@@ -55,27 +55,38 @@ class RowTerms:
         sources: pools of peers whose rows are read where they are.
     """
 
-    def __init__(self, cache: KVCache, codec: WireCodec, *, by_reference: bool) -> None:
+    def __init__(self, cache: KVCache, codec: str, *, by_reference: bool) -> None:
         self.sources: weakref.WeakKeyDictionary[Link, Tensor] = weakref.WeakKeyDictionary()
+        self._receivers: weakref.WeakKeyDictionary[Link, Receiver] = weakref.WeakKeyDictionary()
         self._cache, self._codec = cache, codec
-        self._by_reference = by_reference and codec.name == "raw" and cache.pool.device.type == "cpu"
+        self._by_reference = by_reference and codec == "raw" and cache.pool.device.type == "cpu"
 
     def hello(self) -> Hello:
         """See `fetcher.Terms`."""
         layout = described(self._cache.layout)
-        return Hello(role="decode", layout=layout, codec=self._codec.name, by_reference=self._by_reference)
+        return Hello(role="decode", layout=layout, codec=self._codec, by_reference=self._by_reference)
 
     def check(self, link: Link, hello: Hello) -> None:
         """See `fetcher.Terms`."""
         layout = self._cache.layout
-        difference = why_not(layout_from(hello.layout), layout, hello.codec, self._codec.name)
+        difference = why_not(layout_from(hello.layout), layout, hello.codec, self._codec)
         if difference is not None:
             raise WireError(f"prefill and decode worker differ in {difference}", hint="start both with equal options")
-        check_canary(self._cache, self._codec, hello.payload)
+        check_canary(self._cache, self.receiver(link).any, hello.payload)
         if hello.by_reference:
             if link.file is None:
                 raise WireError("the prefill worker promised its rows and sent no memory")
             self.sources[link] = shared_rows.mapped(link.file, hello.num_blocks, layout.row_bytes)
+
+    def use(self, link: Link, table: Table) -> None:
+        """See `fetcher.Terms`."""
+        self.receiver(link).use(table.payload)
+
+    def receiver(self, link: Link) -> Receiver:
+        """The codecs of what comes over a link."""
+        if link not in self._receivers:
+            self._receivers[link] = Receiver(self._cache.layout)
+        return self._receivers[link]
 
 
 class RemotePrefill:
@@ -84,8 +95,7 @@ class RemotePrefill:
     Args:
         engine: decodes.
         config: when to fetch.
-        codec: of rows by value.
-        terms: knows rows by reference.
+        terms: knows what the rows of a link are.
         again: called when rows are left that did not fit between two steps.
 
     Attributes:
@@ -93,15 +103,12 @@ class RemotePrefill:
         counts: of all transfers since the start.
     """
 
-    def __init__(
-        self, engine: Engine, config: TransferConfig, codec: WireCodec, terms: RowTerms, again: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine, config: TransferConfig, terms: RowTerms, again: Callable[[], None]) -> None:
         self.connector: KVConnector | None = None
         self.counts = TransferCounts()
         self._scheduler = engine.scheduler
         self._cache = engine.runner.executor.cache
         self._config, self._terms, self._again = config, terms, again
-        self._codecs = {codec.name: codec}
         self._numbers = itertools.count()
         self._transfers: dict[int, _Transfer] = {}
         self._by_request: dict[Request, int] = {}
@@ -192,7 +199,8 @@ class RemotePrefill:
             self._copy(blocks, rows, link)
         else:
             span = WireSpan(rows.first_token, rows.num_tokens, transfer.stop + 1)
-            self._decoder(rows.payload).decode(self._cache, blocks, span, rows.payload)
+            assert link is not None, "rows came without a link"
+            self._terms.receiver(link).any.decode(self._cache, blocks, span, rows.payload)
         transfer.received = rows.stop
         self.counts.num_tokens += rows.num_tokens
         self.counts.row_bytes += len(blocks) * self._cache.layout.row_bytes
@@ -210,15 +218,6 @@ class RemotePrefill:
             raise WireError(f"rows of tokens {rows.first_token} to {rows.stop} changed before they were read")
         link.send(Taken(transfer=rows.transfer, attempt=rows.attempt, stop=rows.stop))
 
-    def _decoder(self, payload: bytes | memoryview) -> WireCodec:
-        """The codec that a payload names; a sender may use another one for some requests."""
-        name = codec_of(payload)
-        if name not in self._codecs:
-            if name not in WIRE_CODECS:
-                raise WireError(f"rows in an unknown codec: {name!r}")
-            self._codecs[name] = WIRE_CODECS[name](self._cache.layout, None, self._cache.layout.codec)
-        return self._codecs[name]
-
     def _finish(self, number: int, error: str | None) -> None:
         """No more rows: the request goes on with what is there."""
         assert self.connector is not None
@@ -233,12 +232,6 @@ class RemotePrefill:
             log.warning("%s: %d tokens are computed here: %s", transfer.request.request_id, missing, error)
         self.connector.cancel(number)
         self._scheduler.arrived(transfer.request, transfer.received)
-
-
-def wire_codec(config: TransferConfig, cache: KVCache) -> WireCodec:
-    """The codec that a configuration names, for a cache."""
-    codec: WireCodec = WIRE_CODECS[config.wire_codec](cache.layout, None, cache.layout.codec)
-    return codec
 
 
 def connect_prefill(
@@ -258,9 +251,8 @@ def connect_prefill(
         addresses: of the prefill workers.
     """
     cache = engine.runner.executor.cache
-    codec = wire_codec(config, cache)
-    terms = RowTerms(cache, codec, by_reference=connector.carries_files)
-    remote = RemotePrefill(engine, config, codec, terms, lambda: between_steps(remote.receive))
+    terms = RowTerms(cache, config.wire_codec, by_reference=connector.carries_files)
+    remote = RemotePrefill(engine, config, terms, lambda: between_steps(remote.receive))
     fetcher = Fetcher(
         connector,
         addresses,

@@ -44,9 +44,9 @@ class SocketLink:
         self._unsent = 0
         self._receiver: Receiver | None = None
         self._closed = False
+        # No daemons: what they hold last may be a tensor over shared memory, which must not be freed while the interpreter ends.
         self._threads = [
-            threading.Thread(target=work, name=f"triblade-link{work.__name__}", daemon=True)
-            for work in (self._read, self._write)
+            threading.Thread(target=work, name=f"triblade-link{work.__name__}") for work in (self._read, self._write)
         ]
 
     def start(self, receiver: Receiver) -> None:
@@ -80,6 +80,7 @@ class SocketLink:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(JOIN_TIMEOUT_S)
+                self._end("closed")
 
     def _read(self) -> None:
         reason = "the peer closed the connection"

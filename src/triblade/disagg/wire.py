@@ -2,6 +2,7 @@
 
 Life of a transfer, decode worker (D) on the left:
     Hello     ->             what rows I take; once per connection
+              <-  Table      what the codec decodes with, if it needs that; again, whenever it changes
               <-  Hello      what rows I make, with a canary row; or Refusal, naming the field that differs
     Fetch     ->             these tokens, I have the rows before `first_token`
               <-  Rows ...   ranges in order, each once; only blocks that are complete, and at last the rest
@@ -36,6 +37,11 @@ class Hello(Message):
     codec: str  # on the wire
     by_reference: bool = False  # offers, or asks for, rows by reference instead of by value
     num_blocks: int = 0  # of the pool that references point into
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Message):
+    """What rows will be encoded with from now on; payload: the table as its file. Before a Hello, or whenever it changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +124,11 @@ class State(Message):
     num_requests: int = 0
     queue_s: float = 0.0  # that the request begun last had waited
     num_expired: int = 0  # leases, since the start
+    num_fallbacks: int = 0  # requests that the codec would have harmed, to this peer
 
 
 WORKER_PROTOCOL = Vocabulary(
-    b"TBPD", 1, {1: Hello, 2: Refusal, 3: Fetch, 4: Cancel, 5: Rows, 6: End, 7: Taken, 8: State}
+    b"TBPD", 1, {1: Hello, 2: Refusal, 3: Fetch, 4: Cancel, 5: Rows, 6: End, 7: Taken, 8: State, 9: Table}
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -52,6 +53,8 @@ def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferCon
         engine = replace(engine, threads=min(engine.threads or len(worker.cores), len(worker.cores)))
     serve = _serve_prefill if worker.role == "prefill" else _serve_decode
     asyncio.run(serve(engine, worker, transfer))
+    # Engine and transfers know each other. Tensors over memory of Python's must not be left for when the interpreter ends.
+    gc.collect()
     log.info("%s worker stopped", worker.role)
     return 0
 
@@ -132,6 +135,7 @@ class Prefillers:
             prefill_backlog_tokens=sum(state.backlog_tokens for state in states),
             prefill_queue_s=max((state.queue_s for state in states), default=0.0),
             num_expired_leases=sum(state.num_expired for state in states),
+            num_fallbacks=sum(state.num_fallbacks for state in states),
         )
         return replace(load, transfers=counts)
 

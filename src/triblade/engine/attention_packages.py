@@ -1,4 +1,4 @@
-"""Attention by packages that are not ours: flash-attn and FlashInfer, imported when they are asked for.
+"""Attention by packages that need not be there: flash-attn, FlashInfer, and our kernel in Triton; imported when they are asked for.
 
 Each class turns a step's groups into what its package takes, and says what it does not take. They queue kernels for whatever
 lengths the host knows, so their steps are not recorded. Invariant: a package is only called with what `why_not` let through.
@@ -24,6 +24,7 @@ FLASH_BLOCK = 256  # flash-attn reads blocks of multiples of this; others are ga
 FLASH_MAX_DIM = 256
 FLASHINFER_DIMS = (64, 128, 256)
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
+EVERYTHING = 2**30  # tokens of a window that hides nothing
 
 
 def why_no_package(name: str, needs: AttentionNeeds) -> str | None:
@@ -159,3 +160,37 @@ class FlashInfer:
         plan = self._plans[self._config.layers[layer].window]
         out: Tensor = plan.run(q.contiguous(), self._cache.vectors(layer))
         return out
+
+
+class TritonAttention:
+    """`ops.triton.attention`, group by group."""
+
+    is_package = True
+
+    def __init__(self, cache: KVCache, config: ModelConfig) -> None:
+        self._call: Any = import_module("triblade.ops.triton.attention").paged_attention
+        self._cache = cache
+        self._config = config
+        self._groups: list[tuple[slice, Tensor, Tensor]] = []  # rows, tables [S, B] int32, positions [S, Q] int32
+
+    @staticmethod
+    def why_not(needs: AttentionNeeds) -> str | None:
+        """What keeps it from being taken, or None."""
+        if needs.codec != str(needs.dtype).removeprefix("torch."):
+            return f"KV cache dtype {needs.codec} (triton: that of the model)"
+        return why_no_package("triton", needs)
+
+    def begin(self, groups: Sequence[AttentionGroup]) -> None:
+        """See `StepAttention`."""
+        self._groups = [
+            (group.rows, group.block_table.int().contiguous(), group.positions.int().contiguous()) for group in groups
+        ]
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See `StepAttention`."""
+        config, cache = self._config, self._cache.vectors(layer)
+        window = config.layers[layer].window or EVERYTHING
+        scoring = (config.attention_scale, config.attention_softcap or 0.0, window)
+        return torch.cat(
+            [self._call(q[rows], cache, tables, positions, scoring) for rows, tables, positions in self._groups]
+        )

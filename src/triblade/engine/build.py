@@ -105,6 +105,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_
         target = _load(config, model, parts.kernels, cache, plan.context_length)
         drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
+    host.return_code_pages()
     log.info("loaded %s in %.1f s, backend %s", model.name, time.monotonic() - start, target.executor.name)
     engine = Engine(
         model,
@@ -224,6 +225,7 @@ def native_executor(
 ) -> NativeExecutor:
     """Pack the weights and record the step program."""
     weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
+    model.checkpoint.release()
     options = NativeOptions(
         vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,

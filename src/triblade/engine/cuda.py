@@ -68,11 +68,11 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, codec: str) -> str | N
 
 
 def _recorded_shape(items: Sequence[StepItem]) -> Shape | None:
-    """Of the recorded step that takes these items, fewest tokens first; None: none does.
+    """Of the recorded step that takes these items; None: none does.
 
     Not a place for each token: a row reads keys before its step wrote those of the rows beside it (`kernels/attention.cu`).
     """
-    size, queries = bucket_of(BUCKETS, len(items)), bucket_of(QUERIES, items[-1].num_tokens)
+    size, queries = bucket_of(BUCKETS, len(items)), bucket_of(QUERIES, max(item.num_tokens for item in items))
     return None if size is None or queries is None or size * queries > MOST_ROWS else Shape(size, queries)
 
 

@@ -19,15 +19,14 @@ from triblade.kv.cache import KVCache
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
-from triblade.ops.cuda.attention import AttentionKernels, PagedLayer, Rotation, Scoring, Sequences
+from triblade.ops.cuda.attention import AttentionKernels, Chunks, PagedLayer, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import Device
 from triblade.ops.cuda.linear import ROWS, Activations, LinearKernels
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
 
-# From so many queries per sequence on, keys and values are gathered for the library's kernel: it is bound by arithmetic then.
-GATHERED_QUERIES = 64
-MOST_GATHERED_KEYS = 2**17  # of one call of that kernel, which bounds the copies
+LONG_CHUNK = 64  # queries per sequence from which on attention is bound by arithmetic
+MOST_KEYS = 2**17  # of long chunks that attend together: where keys must be copied for that, it bounds the copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +44,11 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """S long chunks in neighbouring rows of the step, as one call of the library's kernel takes them."""
+class LongChunks:
+    """Long chunks in neighbouring rows of the step, which attend together."""
 
     rows: slice
-    blocks: Tensor  # [1, B] int64: those of all sequences, one after the other
-    query_starts: Tensor  # [S + 1] int32
-    key_starts: Tensor  # [S + 1] int32, in whole blocks
-    lengths: Tensor  # [S] int32 keys that count
-    most_queries: int
+    chunks: Chunks
     most_keys: int
 
 
@@ -235,7 +230,7 @@ class CudaDecoder:
         index: int,
         layer: LayerWeights[DeviceMatrix],
         all_tokens: Sequences,
-        parts: Sequence[Group | Gathered],
+        parts: Sequence[Group | LongChunks],
         buffers: Buffers,
     ) -> None:
         config, place = self.config, self._layers[index]
@@ -252,32 +247,32 @@ class CudaDecoder:
             scale=config.attention_scale, softcap=config.attention_softcap, window=config.layers[index].window
         )
         for part in parts:
-            if isinstance(part, Gathered):
-                self._attend_gathered(index, buffers.qkv[part.rows], part, scoring, buffers.mixed.values[part.rows])
+            if isinstance(part, LongChunks):
+                self._attend_long(index, buffers.qkv[part.rows], part, scoring, buffers.mixed.values[part.rows])
             else:
                 qkv = buffers.qkv[part.rows]
                 self._attention.attend(qkv, part.sequences, place, scoring, buffers.mixed, part.first_row)
 
-    def _parts(self, groups: Sequence[Group]) -> list[Group | Gathered]:
+    def _parts(self, groups: Sequence[Group]) -> list[Group | LongChunks]:
         """Groups, with neighbours of long chunks made one: a launch for each of many prompts would cost more than its work."""
-        parts, run, num_keys = list[Group | Gathered](), list[Group](), 0
+        parts, run, num_keys = list[Group | LongChunks](), list[Group](), 0
         for group in groups:
             keys = group.sequences.tables.numel() * self._cache.layout.block_size
-            if run and (not self._gathers(group) or num_keys + keys > MOST_GATHERED_KEYS):
-                parts.append(self._gathered(run))
+            if run and (not self._is_long(group) or num_keys + keys > MOST_KEYS):
+                parts.append(self._together(run))
                 run, num_keys = [], 0
-            if self._gathers(group):
+            if self._is_long(group):
                 run.append(group)
                 num_keys += keys
             else:
                 parts.append(group)
-        return [*parts, self._gathered(run)] if run else parts
+        return [*parts, self._together(run)] if run else parts
 
-    def _gathers(self, group: Group) -> bool:
-        is_long = group.sequences.queries >= GATHERED_QUERIES and group.lengths is not None
+    def _is_long(self, group: Group) -> bool:
+        is_long = group.sequences.queries >= LONG_CHUNK and group.lengths is not None
         return is_long and self.config.attention_softcap is None and self.memory.type == "cuda"
 
-    def _gathered(self, groups: Sequence[Group]) -> Gathered:
+    def _together(self, groups: Sequence[Group]) -> LongChunks:
         queries, keys = [0], [0]
         for group in groups:
             count, width = group.sequences.tables.shape
@@ -286,20 +281,26 @@ class CudaDecoder:
         starts = np.cumsum((queries, keys), axis=1, dtype=np.int32)
         query_starts, key_starts = torch.from_numpy(starts).to(self.memory)
         lengths = [group.lengths for group in groups if group.lengths is not None]
-        return Gathered(
-            rows=slice(groups[0].first_row, groups[-1].rows.stop),
-            blocks=torch.cat([group.sequences.tables.flatten() for group in groups]).long().unsqueeze(0),
+        chunks = Chunks(
             query_starts=query_starts,
             key_starts=key_starts,
             lengths=torch.cat(lengths),
+            blocks=torch.cat([group.sequences.tables.flatten() for group in groups]),
             most_queries=max(queries),
-            most_keys=max(group.num_keys for group in groups),
         )
+        rows = slice(groups[0].first_row, groups[-1].rows.stop)
+        return LongChunks(rows=rows, chunks=chunks, most_keys=max(group.num_keys for group in groups))
 
-    def _attend_gathered(self, index: int, qkv: Tensor, chunks: Gathered, scoring: Scoring, out: Tensor) -> None:
-        """Long chunks: keys and values of their blocks, decoded, through torch's flash attention."""
-        config = self.config
-        keys, values = self._cache.read(index, chunks.blocks)  # [1, B * block_size, G, D]
+    def _attend_long(self, index: int, qkv: Tensor, part: LongChunks, scoring: Scoring, out: Tensor) -> None:
+        if self._attention.takes_chunks(self._layers[index], scoring):
+            self._attention.attend_chunks(qkv, part.chunks, self._layers[index], scoring, out)
+        else:
+            self._attend_gathered(index, qkv, part, scoring, out)
+
+    def _attend_gathered(self, index: int, qkv: Tensor, part: LongChunks, scoring: Scoring, out: Tensor) -> None:
+        """Keys and values of the chunks' blocks, decoded, through torch's flash attention."""
+        config, chunks = self.config, part.chunks
+        keys, values = self._cache.read(index, chunks.blocks.long().unsqueeze(0))  # [1, B * block_size, G, D]
         attended = torch.ops.aten._flash_attention_forward(
             qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads],
             keys[0],
@@ -307,7 +308,7 @@ class CudaDecoder:
             chunks.query_starts,
             chunks.key_starts,
             chunks.most_queries,
-            chunks.most_keys,
+            part.most_keys,
             0.0,
             True,
             False,

@@ -55,6 +55,8 @@ class HeadDecoder(CudaDecoder):
         )
         cache, device = target.cache.draft(), target.executor.device
         super().__init__(checkpoint.config, own, cache, target.context_length, device, MOST_ROWS)
+        self._buffers = self.buffers(MOST_ROWS)
+        self.reserve(MOST_ROWS, 1)
 
     def matrices(self) -> list[DeviceMatrix]:
         """See `CudaDecoder`."""
@@ -79,11 +81,6 @@ class HeadDecoder(CudaDecoder):
         self.logits(self.rows(Activations(states, len(states), ROWS), everyone), logits)
         top, rows = logits.max(-1)
         return self._head.token_ids[rows], (top - logits.logsumexp(-1)).exp()
-
-    def reserve_all(self, num_sequences: int) -> None:
-        """Room for recorded steps."""
-        self._buffers = self.buffers(MOST_ROWS)
-        self.reserve(num_sequences, 1)
 
     def _inputs(self, ids: Tensor, states: Tensor) -> Tensor:
         """[T, (1 + F) C]: what `fc` multiplies."""
@@ -129,17 +126,16 @@ class CudaEagle:
     def __init__(self, checkpoint: EagleCheckpoint, target: TargetParts, least_chance: float = 0.0) -> None:
         assert isinstance(target.executor, CudaExecutor)
         self._target = target.executor
-        self._memory_device = target.cache.pool.device
-        weights = device_weights(checkpoint, self._memory_device, self._target.embedding.codes.dtype)
+        self._device = target.cache.pool.device
+        weights = device_weights(checkpoint, self._device, self._target.embedding.codes.dtype)
         self._decoder = HeadDecoder(checkpoint, weights, target)
-        self._decoder.reserve_all(MOST_ROWS)
         self._block_size = target.cache.layout.block_size
         self._width = target.cache.layout.blocks_for(target.context_length)
         self._least_chance = least_chance
         config, like = checkpoint.config, self._target.embedding.codes
         self.memory = StateMemory(weights.state_size, config.layers[0].window or config.context_length, like)
         self._state_size = weights.state_size
-        self._is_cuda = self._memory_device.type == "cuda"
+        self._is_cuda = self._device.type == "cuda"
         self._recorded: dict[tuple[Shape, int], tuple[Guessing, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
 
@@ -210,7 +206,7 @@ class CudaEagle:
             if self._is_cuda:
                 self._decoder.reserve(shape.size, shape.queries)
                 self._run(guessing)  # compiles and loads
-                torch.cuda.synchronize(self._memory_device)
+                torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     self._run(guessing)
@@ -220,7 +216,7 @@ class CudaEagle:
     def _places(self, shape: Shape, length: int) -> Guessing:
         size, rows = shape.size, shape.size * shape.queries
         parts = [3 * rows, size, size, size * self._width]
-        numbers = torch.zeros(sum(parts), dtype=torch.int32, device=self._memory_device)
+        numbers = torch.zeros(sum(parts), dtype=torch.int32, device=self._device)
         tokens, last, limits, tables = numbers.split(parts)
         return Guessing(
             shape=shape,
@@ -230,7 +226,7 @@ class CudaEagle:
             limits=limits,
             tables=tables.view(size, -1),
             states=self.memory.zeros(rows).clone(),
-            results=torch.zeros(2, length, size, dtype=torch.int32, device=self._memory_device),
+            results=torch.zeros(2, length, size, dtype=torch.int32, device=self._device),
         )
 
     def _fill(self, guessing: Guessing, runs: Sequence[GuessRun]) -> None:

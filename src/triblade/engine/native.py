@@ -124,6 +124,8 @@ def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> Decoder
         old = weights.layers.pop(0)
         qkv, output, gate_up, down = (_moved(matrix, next(places)) for matrix in matrices_of(old))
         layers.append(replace(old, qkv=qkv, output=output, gate_up=gate_up, down=down))
+        del old
+        native.release_memory()
     moved = [_moved(table, next(places)) for table in tables]
     return replace(weights, embedding=moved[-1], layers=layers, head=moved[0])
 

@@ -21,6 +21,7 @@ class TransferCounts:
     fetch_s: float = 0.0  # from asking to the last row, over complete transfers
     store_s: float = 0.0  # of the engine's thread, writing rows
     num_expired_leases: int = 0  # prefill workers: rows that nobody took in time
+    num_fallbacks: int = 0  # prefill workers: requests sent in another codec, which theirs would have harmed
     prefill_queue_s: float = 0.0  # prefill workers: waiting time of the request begun last, the longest of all workers
     prefill_backlog_tokens: int = 0  # prefill workers: tokens that wait to be computed
     num_prefill_workers: int = 0  # that can be asked now

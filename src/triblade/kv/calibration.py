@@ -206,7 +206,7 @@ def _measured(
         rope=rope_identity(model.config, decoder.context_length),
     )
     receiver = replace(layout, codec="int8")
-    route = Route(PcaLutWire(layout, table, "int8", decoder.device), layout, receiver)
+    route = Route(PcaLutWire(layout, table, "int8"), layout, receiver)
     errors = expected_errors(decoder, table, windows[:2])
     found = measure_codecs(decoder, windows, len(windows[0]) * 4 // 5, {"pca-lut": route})
     quality, raw = found["pca-lut"], found[""]

@@ -38,7 +38,7 @@ from triblade.kv.wire_vectors import (
 _ABOUT = struct.Struct("<8sB")  # table, form of exact tokens
 _FORMS = tuple(sorted(CODEC_PLANES))
 _TABLES = 2  # that a receiver knows: the newest, and the one before
-_TOKENS_AT_ONCE = 1024  # bounds what unpacked numbers take
+_TOKENS_AT_ONCE = 256  # bounds what unpacked numbers take, so that they stay in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,20 @@ class _Ranges:
         return range(self.coded.start), range(self.coded.stop, self.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
 class _Coder:
-    """A table made ready."""
+    """A table made ready, on the device that first asks."""
 
-    table: KVTable
-    fingerprint: bytes
-    components: Components
-    packing: Packing
+    def __init__(self, table: KVTable) -> None:
+        self.table = table
+        self.fingerprint = table.fingerprint()
+        self.packing = Packing.of(table.bits[table.bits > 0].numpy())
+        self._components: Components | None = None
+
+    def components(self, device: torch.device) -> Components:
+        """Its arithmetic where the caches are."""
+        if self._components is None:
+            self._components = Components(self.table, device)
+        return self._components
 
 
 class PcaLutWire:
@@ -76,7 +82,6 @@ class PcaLutWire:
         layout: of the caches.
         table: newest one.
         receiver_dtype: KV dtype of the other side's cache, where it is known.
-        device: of the caches.
 
     Raises:
         ConfigError: there is no table, or it is of another model.
@@ -89,12 +94,10 @@ class PcaLutWire:
         layout: KVLayout,
         table: KVTable | None = None,
         receiver_dtype: str | None = None,
-        device: torch.device | str = "cpu",
     ) -> None:
         if table is None:
             raise ConfigError("the KV codec pca-lut needs a table", hint="make one with triblade kv-calibrate")
         self._layout = layout
-        self._device = torch.device(device)
         self._key = FrameKey(self.name, layout.content_fingerprint())
         self._exact = "int8" if receiver_dtype == "int8" else layout.codec
         self._rotation = Rotation(layout.rope)
@@ -110,9 +113,7 @@ class PcaLutWire:
     def use(self, table: KVTable) -> None:
         """Encode with another table from now on, and decode with it as well as with the one before."""
         table.require_model(self._layout)
-        bits = table.bits[table.bits > 0].numpy()
-        coder = _Coder(table, table.fingerprint(), Components(table, self._device), Packing.of(bits))
-        self._coders = (coder, *self._coders)[:_TABLES]
+        self._coders = (_Coder(table), *self._coders)[:_TABLES]
 
     def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
         """See `WireCodec`."""
@@ -124,7 +125,7 @@ class PcaLutWire:
         draft = self._draft.read(cache, rows, span.num_tokens)
         pieces: list[bytes | memoryview] = [_ABOUT.pack(coder.fingerprint, _FORMS.index(self._exact)), to_bytes(before)]
         for part in _pieces(ranges.coded):
-            codes = coder.components.encode(self.vectors(cache, rows, part, span))
+            codes = coder.components(rows.device).encode(self.vectors(cache, rows, part, span))
             pieces += coder.packing.pack(codes.cpu().numpy())
         return framed(self._key, span, len(blocks), [*pieces, to_bytes(after), *map(to_bytes, draft)])
 
@@ -143,8 +144,9 @@ class PcaLutWire:
         for part, data in zip(ranges.exact, (first, last), strict=True):
             exact.write(cache, target, slots[as_slice(part)], to_tensor(data, cache))
         for part, data in zip(parts, coded, strict=True):
-            codes = torch.from_numpy(coder.packing.unpack(data, len(part))).to(self._device)
-            self._store(cache, slots[as_slice(part)], self._positions(span, part), coder.components.decode(codes))
+            codes = torch.from_numpy(coder.packing.unpack(data, len(part))).to(slots.device)
+            x = coder.components(slots.device).decode(codes)
+            self._store(cache, slots[as_slice(part)], positions_of(span, part, slots.device), x)
         self._draft.write(cache, slots, draft)
 
     def sample(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> Tensor | None:
@@ -158,7 +160,7 @@ class PcaLutWire:
 
     def errors(self, vectors: Tensor) -> Errors:
         """What encoding and decoding does to vectors [L, 2, T, C]."""
-        return self._coders[0].components.errors(vectors)
+        return self._coders[0].components(vectors.device).errors(vectors)
 
     def vectors(self, cache: KVCache, rows: Tensor, tokens: range, span: WireSpan) -> Tensor:
         """Keys before the rotary embedding, and values, [L, 2, T, C] float32 of tokens (counted from the span's first)."""
@@ -170,7 +172,7 @@ class PcaLutWire:
         for layer in range(group.num_layers):
             for kind, planes in enumerate(cache.read_encoded(layer, blocks)):
                 x[layer, kind] = cache.codec.decode(tuple(plane[part] for plane in planes), torch.float32)
-        self._rotation.undo(x[:, 0], self._positions(span, tokens))
+        self._rotation.undo(x[:, 0], positions_of(span, tokens, x.device))
         return x.flatten(3)
 
     def _store(self, cache: KVCache, slots: Tensor, positions: Tensor, x: Tensor) -> None:
@@ -179,9 +181,6 @@ class PcaLutWire:
         self._rotation.apply(keys, positions)
         for layer in range(group.num_layers):
             cache.write(layer, slots, keys[layer], values[layer])
-
-    def _positions(self, span: WireSpan, tokens: range) -> Tensor:
-        return torch.arange(tokens.start, tokens.stop, device=self._device) + span.first_token
 
     def _made_by(self, body: memoryview) -> tuple[_Coder, str]:
         """The table and the form of exact tokens that a body names."""
@@ -195,6 +194,11 @@ class PcaLutWire:
         raise WireError(
             f"KV rows made with the table {fingerprint.hex()}, here are: {known}", hint="use the same table"
         )
+
+
+def positions_of(span: WireSpan, tokens: range, device: torch.device) -> Tensor:
+    """Absolute positions [T] of tokens that are counted from the span's first."""
+    return torch.arange(tokens.start, tokens.stop, device=device) + span.first_token
 
 
 def as_slice(part: range) -> slice:

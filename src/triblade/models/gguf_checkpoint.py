@@ -80,6 +80,7 @@ class GGUFCheckpoint:
         self.config = hf_config(GGUFHeader(self._file.metadata, shapes, self._values))
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         self.generation_config = {name: self.config[name] for name in names if name in self.config}
+        self._file.forget_metadata()
         self._stored = {self._hf_name(name): name for name in shapes if name not in CONFIG_TENSORS}
 
     @property

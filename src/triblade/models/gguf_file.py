@@ -91,6 +91,10 @@ class GGUFFile:
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    def forget_metadata(self) -> None:
+        """Let go of the metadata, of which a vocabulary is tens of thousands of strings."""
+        self.metadata = {}
+
     def bytes_at(self, offset: int, count: int) -> bytes:
         """A copy of `count` bytes."""
         return self._map[offset : offset + count]

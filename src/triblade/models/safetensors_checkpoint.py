@@ -7,8 +7,10 @@ happens. Pickled weights are never opened. Knows no GGUF, no decoder, and of qua
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,12 +139,24 @@ class SafetensorsCheckpoint:
         return digest(self.config, self._samples())
 
     def _samples(self) -> Iterator[bytes]:
-        for name, entry in sorted(self._entries.items()):
-            yield f"{name} {entry.dtype} {entry.shape}".encode()
-            with (self.path / entry.file).open("rb") as file:
-                for offset, length in sample_spans(entry.offset, entry.num_bytes):
-                    file.seek(offset)
-                    yield file.read(length)
+        entries = sorted(self._entries.items())
+        spans = {name: sample_spans(entry.offset, entry.num_bytes) for name, entry in entries}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((self.path / name).open("rb")) for name in self._files}
+            for name, entry in entries:
+                _ask_for(files[entry.file].fileno(), spans[name])
+            for name, entry in entries:
+                yield f"{name} {entry.dtype} {entry.shape}".encode()
+                for offset, length in spans[name]:
+                    files[entry.file].seek(offset)
+                    yield files[entry.file].read(length)
+
+
+def _ask_for(file: int, spans: Iterable[tuple[int, int]]) -> None:
+    """Have the system read pieces of a file meanwhile, where it can be asked: all together are much quicker than in turn."""
+    if hasattr(os, "posix_fadvise"):
+        for offset, length in spans:
+            os.posix_fadvise(file, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

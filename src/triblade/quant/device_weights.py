@@ -20,7 +20,6 @@ from triblade.ops.backend import Linear
 from triblade.ops.cuda.packing import GROUPS, DeviceMatrix, finer_groups, pack_codes, pack_dense, why_not_packed
 from triblade.ops.packing import QuantizedMatrix
 from triblade.quant.packed_weights import CodesReader, Scheme, packed_bytes
-from triblade.quant.quantized_checkpoint import QuantizedCheckpoint
 from triblade.quant.rtn import round_to_nearest
 
 
@@ -56,20 +55,12 @@ class DeviceReader(CodesReader[DeviceMatrix]):
         if codes is None:
             weight = torch.cat([self._to_device(self.fetch(f"{n}.weight", (rows, inputs))) for n, rows in parts])
             return pack_dense(Linear(weight, self._biases(bias)), is_gated=is_gated)
-        codes = finer_groups(whole := _on(codes, self.device))
+        codes = finer_groups(_on(codes, self.device))
         reason = why_not_packed(inputs, codes.group)
         if reason is None:
-            packed = pack_codes(codes, self._dtype, is_gated=is_gated)
-            return replace(packed, row_scales=whole.scales[:, 0].float()) if self._rounds_inputs(parts) else packed
+            return pack_codes(codes, self._dtype, is_gated=is_gated)
         self._dense_reasons.setdefault(reason, parts[0][0])
         return pack_dense(Linear(codes.dequantize().to(self._dtype), self._biases(bias)), is_gated=is_gated)
-
-    def _rounds_inputs(self, parts: Sequence[tuple[str, int]]) -> bool:
-        """Whether the file means the inputs of all parts to be rounded, under one scale per row."""
-        if self._bits is not None or not isinstance(self.source, QuantizedCheckpoint):
-            return False
-        schemes = [self.source.modules[name].scheme for name, _ in parts]
-        return all(s.activation_bits == 8 and s.group_size is None and s.symmetric for s in schemes)
 
     def _rounded(self, parts: Sequence[tuple[str, int]], inputs: int, bias: Tensor | None) -> QuantizedMatrix | None:
         """Dense weights rounded on the device; None where no group divides the row."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ def kernel_matrix(matrix: IntegerMatrix, form: KernelForm) -> QuantizedMatrix | 
 
 def joined(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> QuantizedMatrix:
     """Rows of matrices of one form, one after the other."""
+    if len(matrices) == 1:
+        return replace(matrices[0], bias=bias)
     offsets = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
     return QuantizedMatrix(
         codes=torch.cat([matrix.codes for matrix in matrices]),

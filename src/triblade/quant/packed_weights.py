@@ -157,15 +157,21 @@ class PackingReader(CodesReader[PackedMatrix]):
         bias: Tensor | None,
         order: Tensor | None,
     ) -> PackedMatrix:
-        stored = None if bits is not None else self.stored(parts, inputs, bias)
-        if stored is not None:
-            return pack_quantized(stored if order is None else stored.rows(order))
+        codes = self.stored(parts, inputs, bias) if bits is None else self._rounded(parts, inputs, bits, bias)
+        if codes is not None:
+            return pack_quantized(codes if order is None else codes.rows(order))
         weight = torch.cat([self.fetch(f"{name}.weight", (rows, inputs)) for name, rows in parts])
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        if bits is None:
-            return pack_dense(weight.to(self._dtype), bias)
-        return pack_quantized(round_to_nearest(weight, bits, group_for(inputs), bias))
+        return pack_dense(weight.to(self._dtype), bias)
+
+    def _rounded(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bits: int, bias: Tensor | None
+    ) -> QuantizedMatrix:
+        """All parts rounded to nearest, one after the other, so that one dense part exists at a time."""
+        group = group_for(inputs)
+        tensors = (self.fetch(f"{name}.weight", (rows, inputs)) for name, rows in parts)
+        return joined([round_to_nearest(tensor, bits, group) for tensor in tensors], bias)
 
 
 def group_for(inputs: int) -> int:

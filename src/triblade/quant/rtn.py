@@ -12,14 +12,18 @@ from torch import Tensor
 from triblade.ops.packing import ZERO_POINT, QuantizedMatrix
 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-CELLS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # bounds the temporaries of a large matrix to a few times 4 or 64 MiB
+CELLS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}  # bounds the temporaries of a large matrix to a few times 1 or 64 MiB
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int, bias: Tensor | None = None) -> QuantizedMatrix:
     """Quantize [out, in]; `group` divides `in`."""
     at_once = max(1, CELLS_AT_ONCE.get(weight.device.type, CELLS_AT_ONCE["cpu"]) // weight.shape[1])
-    parts = [_round_rows(rows, bits, group) for rows in weight.split(at_once)]
-    codes, scales = (torch.cat(found) for found in zip(*parts, strict=True))
+    codes = torch.empty_like(weight, dtype=torch.uint8)
+    scales = torch.empty(weight.shape[0], weight.shape[1] // group, dtype=torch.float16, device=weight.device)
+    for rows, row_codes, row_scales in zip(*(part.split(at_once) for part in (weight, codes, scales)), strict=True):
+        found_codes, found_scales = _round_rows(rows, bits, group)
+        row_codes.copy_(found_codes)
+        row_scales.copy_(found_scales)
     return QuantizedMatrix(codes=codes, scales=scales, offsets=None, bits=bits, bias=bias)
 
 

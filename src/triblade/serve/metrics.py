@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason
+from triblade.serve.transfer_metrics import transfer_metrics
 from triblade.spec.record import SpeculationCounts
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class _EngineReadings(Collector):
         preemptions.add_metric((self._model,), max(0, load.num_preemptions))
         yield preemptions
         yield from self._drafts(load.speculation)
+        yield from transfer_metrics(PREFIX, LABELS, (self._model,), load)
 
     def _drafts(self, counts: SpeculationCounts) -> Iterator[Metric]:
         """Counters of speculative decoding."""

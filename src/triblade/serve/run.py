@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from triblade.config import EngineConfig, ServerConfig, TopologyConfig, TransferConfig
@@ -80,17 +79,15 @@ def bind(config: ServerConfig) -> socket.socket:
 
 def start_engine(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
     """What loads the model: into this process, or into workers."""
-    return partial(start_workers, server, topology, transfer) if topology.is_distributed else start_local
+    if not topology.is_distributed:
+        return start_local
 
+    def start(config: EngineConfig) -> ServedEngine:
+        from triblade.disagg.launch import Deployment, start_workers
 
-def start_workers(
-    server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig, config: EngineConfig
-) -> ServedEngine:
-    """Load the model into worker processes."""
-    from triblade.disagg.launch import Deployment
-    from triblade.disagg.launch import start_workers as start
+        return start_workers(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
 
-    return start(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
+    return start
 
 
 def start_local(config: EngineConfig) -> ServedEngine:

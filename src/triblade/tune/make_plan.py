@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
-from triblade.config import EngineConfig, Figure, Plan, PlanConfig, TopologyConfig, TransferConfig, WeightPlan
+from triblade.config import EngineConfig, Figure, Plan, PlanConfig, TopologyConfig, TransferConfig, WeightPlan, to_flags
 from triblade.tune.gates import Judged, context_length
 from triblade.tune.planner import TIE, Decision, agreement, alternatives, sequences_of
 from triblade.tune.rules import DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS, acceptance, advice
@@ -135,7 +135,10 @@ def commands(plan: Plan, config: PlanConfig) -> list[str]:
         return [*found, shlex.join([*words, *_vllm_drafts(plan.decode)])]
     if plan.decode.drafter == "eagle" and plan.decode.draft_model is not None:
         found.append(shlex.join(["triblade", "align", plan.decode.model, "--output", plan.decode.draft_model]))
-    return [*found, shlex.join(["triblade", "serve", "--plan", str(config.output or Path("plan.toml"))])]
+    if config.output is not None:
+        return [*found, shlex.join(["triblade", "serve", "--plan", str(config.output)])]
+    flags = [*to_flags(plan.decode), *to_flags(plan.topology), *to_flags(plan.transfer)]
+    return [*found, shlex.join(["triblade", "serve", *flags])]
 
 
 def _vllm_drafts(engine: EngineConfig) -> list[str]:

@@ -20,18 +20,14 @@ TILE_QUERIES = 16  # rows of a block: queries times heads of a group
 WARPS = 4
 TURN_KEYS = 16  # of a warp
 MAX_HEAD_DIM = 256
-MANY_TOKENS = 512  # of a rotation: from so many on a warp takes several heads, and has the next one on its way
 TARGET_BLOCKS = 264  # two per multiprocessor of a large device
 MOST_SPLITS = 32
 # Where this many blocks attend, keys and values arrive in boxes, by themselves; fewer blocks are done sooner with plain loads.
 BOXED_BLOCKS = 128
-# From so many heads of sequences on, turns are shared out evenly (`kernels/crowd.cu`), which costs some microseconds at its end.
-CROWD_HEADS = 1024
-MOST_CROWD = 512  # sequences
-CROWD_WARPS = {True: 12, False: 8}  # of a multiprocessor, by whether the cache is int8: what its registers hold
 STAGES = 3  # boxes of a warp
-BOX_MEMORY = 216 * 1024  # shared memory of a multiprocessor for boxes
 SLICE_BYTES = 128
+PROMPT_HEAD_DIMS = (64, 128)
+PROMPT_QUERIES, PROMPT_KEYS, PROMPT_THREADS, PROMPT_STAGES = 128, 128, 384, 3  # of `kernels/prompt.cu`
 
 
 def why_not(head_dim: int, codec: str, dtype: torch.dtype) -> str | None:
@@ -89,6 +85,17 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """Long chunks of S sequences in neighbouring rows."""
+
+    query_starts: Tensor  # [S + 1] int32 rows
+    key_starts: Tensor  # [S + 1] int32, in whole blocks
+    lengths: Tensor  # [S] int32 keys that count, the chunk's own included
+    blocks: Tensor  # [B] int32: those of all sequences, one after the other
+    most_queries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
     """How scores are made of products."""
 
@@ -107,12 +114,11 @@ class _Pool(ctypes.Structure):
         ("value_scales", ctypes.c_int),
         ("block_size", ctypes.c_int),
         ("heads", ctypes.c_int),
-        ("is_int8", ctypes.c_int),
     )
 
 
 class _Cache(ctypes.Structure):
-    _fields_ = (*_Pool._fields_[:-3], _Pool._fields_[-2])
+    _fields_ = (*_Pool._fields_[:-2], _Pool._fields_[-1])
 
 
 class _Rotation(ctypes.Structure):
@@ -120,7 +126,6 @@ class _Rotation(ctypes.Structure):
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
-        ("half", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
 
@@ -137,27 +142,28 @@ class _Queries(ctypes.Structure):
     )
 
 
+class _Prompts(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("key_starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int),
+        ("group", ctypes.c_int),
+    )
+
+
+class _PromptScores(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float), ("window", ctypes.c_int))
+
+
 class _Scores(ctypes.Structure):
     _fields_ = (("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int))
 
 
 class _Target(ctypes.Structure):
-    _fields_ = (("out", ctypes.c_void_p), ("layout", ctypes.c_int), ("first_token", ctypes.c_int))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What `AttentionKernels.attend` is asked for, as its kernels take it."""
-
-    queries: _Queries
-    scores: _Scores
-    count: int  # sequences
-    most_keys: int  # of one
-    constants: dict[str, int]
-
-    @property
-    def rows(self) -> int:
-        return int(self.queries.queries * self.queries.group)
+    _fields_ = (("values", ctypes.c_void_p), ("layout", ctypes.c_int), ("first_token", ctypes.c_int))
 
 
 _NO_BOXES = (ctypes.c_char * 128)()  # in the place of a map
@@ -179,21 +185,19 @@ class AttentionKernels:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=memory)
         self._counters = torch.zeros(0, dtype=torch.int32, device=memory)
         self._outgrown: list[tuple[Tensor, Tensor]] = []  # recorded steps may still use it
-        self._box_maps: dict[tuple[int, int], Any] = {}  # of layers
+        self._box_maps: dict[tuple[int, ...], Any] = {}  # of layers
 
     def rotate_and_write(self, qkv: Tensor, sequences: Sequences, layer: PagedLayer, rotation: Rotation) -> None:
         """Norm and rotate the queries of qkv [T, (H + 2 G) * D] in place; keys and values go to the cache."""
         heads = qkv.shape[1] // layer.head_dim
-        kernel = self._device.kernel("vectors.cu", "rotate_and_write", {"FLOAT16": self._is_float16})
         half = rotation.cosines.shape[1]
-        how = _Rotation(
-            rotation.cosines.data_ptr(), rotation.sines.data_ptr(), pointer(rotation.norm).value, half, rotation.eps
-        )
-        numbers = (heads - 2 * layer.num_heads, layer.head_dim)
-        arguments = (pointer(qkv), pointer(sequences.positions), pointer(sequences.slots), _Pool(*_places(layer)), how)
-        blocks = -(-heads // WARPS)
-        grid = (blocks if qkv.shape[0] < MANY_TOKENS else -(-blocks // 4), qkv.shape[0], 1)
-        self._device.launch(kernel, grid, 32 * WARPS, [*arguments, *map(ctypes.c_int, numbers)])
+        constants = {"FLOAT16": self._is_float16, "DIM": layer.head_dim, "HALF": half, "KV8": int(layer.is_int8)}
+        kernel = self._device.kernel("rotate.cu", "rotate_and_write", constants)
+        places = (rotation.cosines.data_ptr(), rotation.sines.data_ptr(), pointer(rotation.norm).value)
+        how = _Rotation(*places, rotation.eps)
+        tokens = (pointer(sequences.positions), pointer(sequences.slots))
+        arguments = (pointer(qkv), *tokens, _pool(layer), how, ctypes.c_int(heads - 2 * layer.num_heads))
+        self._device.launch(kernel, (-(-heads // WARPS), qkv.shape[0], 1), 32 * WARPS, arguments)
 
     def attend(
         self,
@@ -206,80 +210,64 @@ class AttentionKernels:
     ) -> None:
         """out [T, H * D], from row `first_row` on, of rotated queries in qkv [T, (H + 2 G) * D]; this step's keys are cached."""
         group = out.values.shape[1] // (layer.head_dim * layer.num_heads)
-        queries = _Queries(
-            qkv.data_ptr(),
-            sequences.positions.data_ptr(),
-            sequences.tables.data_ptr(),
-            qkv.shape[1],
-            sequences.tables.shape[1],
-            sequences.queries,
-            group,
-        )
-        asked = _Asked(
-            queries=queries,
-            scores=_Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0),
-            count=sequences.tables.shape[0],
-            most_keys=sequences.tables.shape[1] * layer.block_size,
-            constants={
-                "FLOAT16": self._is_float16,
-                "DIM": layer.head_dim,
-                "KV8": int(layer.is_int8),
-                "BLOCK": layer.block_size,
-                "SOFTCAP": int(scoring.softcap is not None),
-            },
-        )
-        if self._is_crowd(asked, layer):
-            self._share_out(asked, layer, out, first_row)
-        else:
-            self._split(asked, layer, out, first_row)
+        tiles, count = -(-group * sequences.queries // TILE_QUERIES), sequences.tables.shape[0]
+        blocks = layer.num_heads * tiles
+        most = -(-sequences.tables.shape[1] * layer.block_size // (TURN_KEYS * WARPS))
+        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
+        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
+        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
+        constants = {
+            "FLOAT16": self._is_float16,
+            "DIM": layer.head_dim,
+            "KV8": int(layer.is_int8),
+            "BLOCK": layer.block_size,
+            "SOFTCAP": int(scoring.softcap is not None),
+            "IN_BOXES": int(is_boxed),
+            "STAGES": STAGES,
+        }
+        kernel = self._device.kernel("attention.cu", "attention", constants)
+        parts = (qkv, sequences.positions, sequences.tables)
+        strides = (qkv.shape[1], sequences.tables.shape[1])
+        queries = _Queries(*(part.data_ptr() for part in parts), *strides, sequences.queries, group)
+        scores = _Scores(scoring.scale, scoring.softcap or 0.0, scoring.window or 0)
+        boxes = self._boxes(layer, layer.vector_bytes // SLICE_BYTES, 2) if is_boxed else _NO_BOXES
+        target = _Target(out.values.data_ptr(), out.layout, first_row)
+        scratch = (pointer(self._workspace), pointer(self._counters))
+        arguments = (boxes, queries, _cache(layer), scores, target, *scratch)
+        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
+        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
+
+    def takes_chunks(self, layer: PagedLayer, scoring: Scoring) -> bool:
+        """Whether `attend_chunks` can."""
+        fits = self._takes_boxes(layer) and layer.head_dim in PROMPT_HEAD_DIMS and not layer.is_int8
+        return fits and scoring.softcap is None
+
+    def attend_chunks(self, qkv: Tensor, chunks: Chunks, layer: PagedLayer, scoring: Scoring, out: Tensor) -> None:
+        """out [T, H * D] of long chunks of rotated queries in qkv [T, (H + 2 G) * D]; their keys are cached. See `takes_chunks`."""
+        sizes = {"DIM": layer.head_dim, "BLOCK": layer.block_size, "STAGES": PROMPT_STAGES}
+        kernel = self._device.kernel("prompt.cu", "prompt", {"FLOAT16": self._is_float16, **sizes})
+        heads = out.shape[1] // layer.head_dim
+        parts = (chunks.query_starts, chunks.key_starts, chunks.lengths, chunks.blocks)
+        numbers = (qkv.stride(0), heads // layer.num_heads)
+        prompts = _Prompts(qkv.data_ptr(), *(part.data_ptr() for part in parts), *numbers)
+        scores = _PromptScores(scoring.scale, scoring.window or 0)
+        arguments = (self._boxes(layer, 1, 1), prompts, scores, pointer(out), ctypes.c_int(out.stride(0)))
+        grid = (heads, -(-chunks.most_queries // PROMPT_QUERIES), len(chunks.lengths))
+        shared_bytes = 1024 + PROMPT_STAGES * 2 * PROMPT_KEYS * layer.vector_bytes
+        self._device.launch(kernel, grid, PROMPT_THREADS, arguments, shared_bytes=shared_bytes)
 
     def _takes_boxes(self, layer: PagedLayer) -> bool:
         fits = layer.block_size % TURN_KEYS == 0 and layer.vector_bytes % SLICE_BYTES == 0
         return self._device.has_warpgroups and fits
 
-    def _is_crowd(self, asked: _Asked, layer: PagedLayer) -> bool:
-        is_many = asked.count * layer.num_heads >= CROWD_HEADS and asked.count <= MOST_CROWD
-        return self._takes_boxes(layer) and is_many and asked.rows <= TILE_QUERIES
-
-    def _split(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
-        """Every sequence by itself, over parts of its keys."""
-        tiles = -(-asked.rows // TILE_QUERIES)
-        blocks, count = layer.num_heads * tiles, asked.count
-        most = -(-asked.most_keys // (TURN_KEYS * WARPS))
-        splits = max(1, min(MOST_SPLITS, most, TARGET_BLOCKS // (blocks * count)))
-        self._reserve(splits * blocks * count, blocks * count, layer.head_dim)
-        is_boxed = blocks * count >= BOXED_BLOCKS and self._takes_boxes(layer)
-        shared = {"IN_BOXES": int(is_boxed), "GROUPS": layer.num_heads, "STAGES": STAGES}
-        kernel = self._device.kernel("attention.cu", "attention", {**asked.constants, **shared})
-        numbers = (ctypes.c_int(out.layout), ctypes.c_int(first_row))
-        scratch = (pointer(self._workspace), pointer(self._counters))
-        boxes = self._boxes(layer) if is_boxed else _NO_BOXES
-        arguments = (boxes, asked.queries, _cache(layer), asked.scores, pointer(out.values), *numbers, *scratch)
-        shared_bytes = 1024 + WARPS * _ring_bytes(layer) if is_boxed else 0
-        self._device.launch(kernel, (splits, blocks, count), 32 * WARPS, arguments, shared_bytes=shared_bytes)
-
-    def _share_out(self, asked: _Asked, layer: PagedLayer, out: Activations, first_row: int) -> None:
-        """All sequences together, their turns shared out evenly over workers."""
-        heads, warp_bytes = _heads_of_block(layer.num_heads), _ring_bytes(layer)
-        resident = max(1, min(CROWD_WARPS[layer.is_int8], BOX_MEMORY // warp_bytes) // heads)
-        workers = -(-self._device.multiprocessors * resident * heads // layer.num_heads)
-        self._reserve(2 * layer.num_heads * workers, asked.count * layer.num_heads, layer.head_dim)
-        constants = {"IN_BOXES": 1, "HEADS": heads, "GROUPS": layer.num_heads, "STAGES": STAGES, "BLOCKS": resident}
-        kernel = self._device.kernel("crowd.cu", "crowd", {**asked.constants, **constants})
-        target = _Target(out.values.data_ptr(), out.layout, first_row)
-        scratch = (ctypes.c_int(asked.count), pointer(self._workspace), pointer(self._counters))
-        arguments = (self._boxes(layer), asked.queries, _cache(layer), asked.scores, target, *scratch)
-        grid = (workers, layer.num_heads // heads, 1)
-        self._device.launch(kernel, grid, 32 * heads, arguments, shared_bytes=1024 + heads * warp_bytes)
-
-    def _boxes(self, layer: PagedLayer) -> Any:
-        """A layer's keys and values in boxes of a turn of one head."""
-        key = (layer.pool.data_ptr(), layer.keys)
+    def _boxes(self, layer: PagedLayer, slices: int, kinds: int) -> Any:
+        """A layer's keys and values in boxes of 16 tokens: `slices` of 128 bytes of a head's vector, of keys (1) or both (2)."""
+        key = (layer.pool.data_ptr(), layer.keys, slices, kinds)
         if key not in self._box_maps:
-            slices, rows = layer.vector_bytes // SLICE_BYTES, layer.pool.shape
-            sizes = (SLICE_BYTES, layer.block_size, layer.num_heads * slices, 2, rows[0])
-            strides = (layer.num_heads * layer.vector_bytes, SLICE_BYTES, layer.values - layer.keys, rows[1])
-            box = (SLICE_BYTES, TURN_KEYS, slices, 2, 1)
+            rows, of_token = layer.pool.shape, layer.num_heads * layer.vector_bytes
+            sizes = (SLICE_BYTES, layer.block_size, of_token // SLICE_BYTES, 2, rows[0])
+            strides = (of_token, SLICE_BYTES, layer.values - layer.keys, rows[1])
+            box = (SLICE_BYTES, TURN_KEYS, slices, kinds, 1)
             self._box_maps[key] = self._device.box_map(layer.pool, layer.keys, sizes, strides, box)
         return self._box_maps[key]
 
@@ -299,24 +287,16 @@ class AttentionKernels:
             self._counters = torch.zeros(counters, dtype=torch.int32, device=self._memory)
 
 
-def _places(layer: PagedLayer) -> tuple[int, ...]:
+def _pool(layer: PagedLayer) -> _Pool:
     offsets = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
-    return (
-        layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads, int(layer.is_int8)
-    )  # fmt: skip
+    return _Pool(layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.block_size, layer.num_heads)
 
 
 def _cache(layer: PagedLayer) -> _Cache:
-    places = _places(layer)
-    return _Cache(*places[:-3], places[-2])
+    offsets = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+    return _Cache(layer.pool.data_ptr(), layer.pool.shape[1], *offsets, layer.num_heads)
 
 
 def _ring_bytes(layer: PagedLayer) -> int:
-    """What a warp keeps on its way: boxes of keys and values, with int8 the scales of all heads."""
-    scales = 2 * 2 * TURN_KEYS * layer.num_heads if layer.is_int8 else 0
-    return STAGES * (2 * TURN_KEYS * layer.vector_bytes + scales)
-
-
-def _heads_of_block(num_heads: int) -> int:
-    """Heads that a block of `kernels/crowd.cu` takes: as many as share its memory well, and the same number in every block."""
-    return next(heads for heads in (4, 3, 2, 1) if num_heads % heads == 0)
+    """What a warp keeps on its way: boxes of keys and values."""
+    return STAGES * 2 * TURN_KEYS * layer.vector_bytes

@@ -42,7 +42,6 @@ _PARTS = {
     "linear.cu": ("weights.cuh",),
     "wide.cu": ("weights.cuh",),
     "attention.cu": ("attend.cuh", "keys.cuh", "boxes.cuh"),
-    "crowd.cu": ("attend.cuh", "boxes.cuh"),
     "norm.cu": ("eights.cuh",),
     "vectors.cu": ("eights.cuh",),
 }
@@ -54,12 +53,7 @@ class Device(Protocol):
 
     @property
     def has_warpgroups(self) -> bool:
-        """Whether there are matrix instructions of whole warpgroups (`kernels/wide.cu`) and boxes (`kernels/crowd.cu`)."""
-        ...
-
-    @property
-    def multiprocessors(self) -> int:
-        """How many there are."""
+        """Whether there are matrix instructions of whole warpgroups (`kernels/wide.cu`) and boxes (`kernels/boxes.cuh`)."""
         ...
 
     def kernel(self, source: str, name: str, constants: Mapping[str, int]) -> Any:
@@ -161,7 +155,6 @@ class CudaDevice:
         torch.cuda.current_stream(device)  # makes the context
         self._capability = torch.cuda.get_device_capability(device)
         self.has_warpgroups = self._capability == (9, 0)
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=_AttributeValue(allowed=1))
         self._codes: dict[_Source, bytes] = {}
         self._kernels: dict[tuple[_Source, str], _Kernel] = {}

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from triblade.ops.backend import Activation
 from triblade.ops.cuda.device import Device, pointer
-from triblade.ops.cuda.int8 import IntegerProducts
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 from triblade.ops.cuda.tilings import TOKEN_TILE, Tiling, WideTiling, partial_numbers, tiling, wide_tiling
 
 MOST_TOKENS = 64  # of one launch of a streaming kernel
 # Up to so many tokens weights are streamed. Beyond, spelling packed weights out once costs less than reading them again, and for
-# dense ones the library is as fast.
+# dense ones, or those of 8 bits spelled out, the library is as fast or faster.
 STREAMED_TOKENS = 256
 STREAMED_TOKENS_NARROW = 128  # without the warpgroups' instruction
 STREAMED_TOKENS_DENSE = 16
+NARROW_BITS = 4
 WIDE_TOKENS = 17  # from so many on, where the device can
 MOST_SETS = 16384  # of rows that share a counter
 ROWS, WIDE = 0, 256  # layouts: row after row; inputs of `kernels/wide.cu`, with a number of token tiles
@@ -109,12 +109,11 @@ class LinearKernels:
         self.streamed_tokens = STREAMED_TOKENS if device.has_warpgroups else STREAMED_TOKENS_NARROW
         self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
-        self._integers = IntegerProducts(device, dtype)
 
     def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
         partial, dense = 0, 0
-        if all(matrix.bits == DENSE_BITS for matrix in matrices):
+        if all(matrix.bits > NARROW_BITS for matrix in matrices):
             self.streamed_tokens = STREAMED_TOKENS_DENSE
         for matrix in matrices:
             partial = max(partial, *(partial_numbers(matrix, cut) for cut in self._cuts(matrix)))
@@ -203,9 +202,6 @@ class LinearKernels:
     def _multiply_many(
         self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
     ) -> None:
-        if matrix.row_scales is not None and out.dtype == x.dtype:
-            self._multiply_integers(x, matrix, out, residual, activation)
-            return
         weight = self.dequantize(matrix)
         if matrix.is_gated:
             self.gate(F.linear(x, weight, matrix.bias), out, activation)
@@ -219,16 +215,6 @@ class LinearKernels:
             torch.addmm(matrix.bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)
-
-    def _multiply_integers(
-        self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
-    ) -> None:
-        if not matrix.is_gated:
-            self._integers.multiply(x, matrix, self._dense, out, residual)
-            return
-        gate_up = torch.empty(len(x), matrix.rows, dtype=x.dtype, device=x.device)
-        self._integers.multiply(x, matrix, self._dense, gate_up)
-        self.gate(gate_up, out, activation)
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """A float32 result, of the sums themselves where the library can."""

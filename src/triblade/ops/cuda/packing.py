@@ -34,15 +34,11 @@ class DeviceMatrix:
     offsets: Tensor | None = None
     bias: Tensor | None = None  # [rows] of the activations' type, in the order of the matrix
     tile_bias: Tensor | None = None  # [rows] float32 in the order of the tiles
-    row_scales: Tensor | None = (
-        None  # [rows] float32: the only ones, where inputs are meant to be rounded to 8 bits as well
-    )
     is_gated: bool = False
 
     @property
     def nbytes(self) -> int:
-        parts = (self.codes, self.scales, self.offsets, self.row_scales)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (self.codes, self.scales, self.offsets) if part is not None)
 
 
 def why_not_packed(inputs: int, group: int) -> str | None:

@@ -1,10 +1,9 @@
-// Attention of 16 rows of queries over 16 keys at a time, in the order of the matrix instruction: what `attention.cu` (few sequences) and
-// `crowd.cu` (many) share. All query heads of a key-value head, for all queries of a sequence, are rows of one matrix: row r is query
-// r / group, head r % group; 16 rows make a tile. Partial results are merged in a fixed order (online softmax, Milakov and Gimelshein
-// 2018; split over keys as in FlashDecoding).
+// Attention of 16 rows of queries over 16 keys at a time, in the order of the matrix instruction. All query heads of a key-value head, for
+// all queries of a sequence, are rows of one matrix: row r is query r / group, head r % group; 16 rows make a tile. Partial results are
+// merged in a fixed order (online softmax, Milakov and Gimelshein 2018; split over keys as in FlashDecoding).
 //
 // Compile-time: DIM of a head (a multiple of 64, at most 256), KV8 (int8 with float16 scales, otherwise the type of activations),
-// BLOCK tokens of a cache block, SOFTCAP, IN_BOXES: keys and values come in boxes (`crowd.cu`).
+// BLOCK tokens of a cache block, SOFTCAP, IN_BOXES: keys and values come in boxes.
 
 #define KEYS 16            // of a turn
 #define PIECES (DIM / 64)  // of 64 dimensions

@@ -1,29 +1,24 @@
 // Keys and values of a paged cache on their way through shared memory: boxes of 16 tokens of a head, keys then values, which the copy
 // engine fetches by itself. Each warp has a ring of them for itself.
 //
-// Compile-time: what `attend.cuh` says with IN_BOXES, GROUPS heads of keys, STAGES of a ring. BLOCK is a multiple of 16, a head's vector
-// one of 128 bytes.
+// Compile-time: what `attend.cuh` says with IN_BOXES, STAGES of a ring. BLOCK is a multiple of 16, a head's vector one of 128 bytes.
 
 #if IN_BOXES
 #define ROW_BYTES (DIM * (KV8 ? 1 : 2))
 #define SLICES (ROW_BYTES / 128)  // of a head's vector
 #define BOX_BYTES (2 * SLICES * KEYS * 128)
-#define SCALE_BYTES (KV8 ? KEYS * GROUPS * 2 : 0)  // of keys, or of values
 
-// A warp's boxes: `full` counts the bytes of each stage. With int8, the scales of all heads lie behind the boxes.
+// A warp's boxes: `full` counts the bytes of each stage.
 struct Ring {
   u8* boxes;
-  u8* scales;
   u64* full;
   int stage;
 };
 
 DEVICE void go_on(int& stage) { stage = stage + 1 == STAGES ? 0 : stage + 1; }
 
-DEVICE Ring ring_of(u8* memory, u64* barriers, int warp, int warps) {
-  u8* boxes = aligned(memory, 1024);
-  const Ring ring = {boxes + warp * STAGES * BOX_BYTES, boxes + warps * STAGES * BOX_BYTES + warp * STAGES * 2 * SCALE_BYTES,
-                     barriers + warp * STAGES, 0};
+DEVICE Ring ring_of(u8* memory, u64* barriers, int warp) {
+  const Ring ring = {aligned(memory, 1024) + warp * STAGES * BOX_BYTES, barriers + warp * STAGES, 0};
   if ((threadIdx.x & 31) < STAGES) init_barrier(ring.full + (threadIdx.x & 31), 1);
   barriers_are_ready();
   return ring;
@@ -35,17 +30,11 @@ struct Source {
 };
 
 // Have the next box of a ring fetched. Its stage must have been read by all lanes.
-DEVICE void fetch_box(Ring& ring, const BoxMap& map, const Cache& cache, const Source& from) {
+DEVICE void fetch_box(Ring& ring, const BoxMap& map, const Source& from) {
   if ((threadIdx.x & 31) == 0) {
     u64* full = ring.full + ring.stage;
-    expect_bytes(full, BOX_BYTES + 2 * SCALE_BYTES);
-    copy_box(ring.boxes + ring.stage * BOX_BYTES, map, from.token, from.head * SLICES, from.block, full);
-#if KV8
-    const u8* row = cache.pool + from.block * cache.row_bytes + from.token * GROUPS * 2;
-    u8* scales = ring.scales + ring.stage * 2 * SCALE_BYTES;
-    copy_bulk(scales, row + cache.key_scales, SCALE_BYTES, full);
-    copy_bulk(scales + SCALE_BYTES, row + cache.value_scales, SCALE_BYTES, full);
-#endif
+    expect_bytes(full, BOX_BYTES);
+    copy_box(ring.boxes + ring.stage * BOX_BYTES, map, Corner{from.token, from.head * SLICES, 0, from.block}, full);
   }
   go_on(ring.stage);
 }
@@ -93,15 +82,5 @@ DEVICE void take_values(Values& v, const u8* box, int count) {
         if (pair_key(lane, i) >= count) v.words[i][piece][w] = 0;
 }
 
-// The scale of key `lane` (lanes 0 to 15) or of value `lane - 16`.
-DEVICE float take_scale(const u8* scales, int head, int count) {
-#if KV8
-  const int lane = threadIdx.x & 31, token = lane & 15;
-  const u16* plane = reinterpret_cast<const u16*>(scales + (lane < 16 ? 0 : SCALE_BYTES));
-  return token < count ? half_value(plane[token * GROUPS + head]) : 0.0f;
-#else
-  return 1.0f;
-#endif
-}
 #endif
 

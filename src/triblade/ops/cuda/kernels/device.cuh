@@ -81,54 +81,66 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 NT tokens. They run by themselves: those between `begin_products`
-// and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums are as in `multiply`; the second one is in shared memory: 8 tokens by 8 inputs (128
-// bytes) after another, the two halves of 16 inputs `inputs_apart` bytes and the tiles of tokens `tokens_apart` bytes apart.
+// Products of whole warpgroups: 64 rows, 16 of each of four warps, by 8 TILES columns. They run by themselves: those between
+// `begin_products` and `end_products` are a group, of which `wait_for_products<N>` leaves the last N running. The first operand and the sums
+// are as in `multiply`; the second one is in shared memory: 8 columns by 8 inputs (128 bytes) after another, the two halves of 16 inputs
+// `inputs_apart` bytes and the tiles of columns `columns_apart` bytes apart.
 typedef u64 Operand;
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 tokens_apart) {
-  return (u64)(shared_address(shared) >> 4) | (u64)(inputs_apart >> 4) << 16 | (u64)(tokens_apart >> 4) << 32;
+DEVICE Operand operand(const void* shared, u32 inputs_apart, u32 columns_apart) {
+  return (u64)(shared_address(shared) >> 4) | (u64)(inputs_apart >> 4) << 16 | (u64)(columns_apart >> 4) << 32;
 }
+
+// The second operand where both dimensions of a tile come in slices of 128 bytes and their units of 16 bytes are swapped, as the copy engine
+// leaves them (`copy_box`): 8 columns after another, each a slice of 64 inputs; or (COLUMNS) 8 inputs after another, each a slice of 64
+// columns, further slices `slices_apart` bytes on. Tiles begin at a multiple of 1024 bytes; 16 inputs are two units on, or 2048 bytes.
+#define SWAPPED ((u64)1 << 62)
+DEVICE Operand operand_of_inputs(const void* shared) { return operand(shared, 16, 1024) | SWAPPED; }
+DEVICE Operand operand_of_columns(const void* shared, u32 slices_apart) { return operand(shared, slices_apart, 1024) | SWAPPED; }
 
 #define SUM(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-#define SUMS4(c) SUM(c[0]), SUM(c[1]), SUM(c[2]), SUM(c[3])
-#define SUMS8(c) SUMS4(c), SUM(c[4]), SUM(c[5]), SUM(c[6]), SUM(c[7])
-
-template <bool F16>
-DEVICE void multiply_wide(float (&c)[4][4], const u32 (&a)[4], Operand b) {
-  if (F16)
-    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, one, 1, 1, 0;}"
-                 : SUMS4(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else
-    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, one, 1, 1, 0;}"
-                 : SUMS4(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-template <bool F16>
-DEVICE void multiply_wide(float (&c)[8][4], const u32 (&a)[4], Operand b) {
-  if (F16)
-    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, one, 1, 1, 0;}"
-                 : SUMS8(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else
-    asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, one, 1, 1, 0;}"
-                 : SUMS8(c)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#define SUMS4(c, n) SUM(c[n]), SUM(c[n + 1]), SUM(c[n + 2]), SUM(c[n + 3])
+#define SUMS8(c, n) SUMS4(c, n), SUMS4(c, n + 4)
+#define SUMS16(c) SUMS8(c, 0), SUMS8(c, 8)
+#define NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES32 NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES64 \
+  NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define PRODUCT(COLUMNS, TYPE, BY_COLUMNS, NAMES, ROWS, SECOND, ...)                                                                  \
+  asm volatile("{.reg .pred one; setp.ne.b32 one, 1, 0; wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE " {" NAMES \
+               "}, {" ROWS "}, " SECOND ", one, 1, 1, " BY_COLUMNS ";}"                                                                \
+               : __VA_ARGS__                                                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// c [64, 8 TILES] += a [64, 16] b [16, 8 TILES]; BY_COLUMNS: b is an `operand_of_columns`.
+#define MULTIPLY_WIDE(TILES, COLUMNS, NAMES, ROWS, SECOND, ...)                          \
+  template <bool F16, bool BY_COLUMNS = false>                                           \
+  DEVICE void multiply_wide(float (&c)[TILES][4], const u32 (&a)[4], Operand b) {        \
+    if (F16 && BY_COLUMNS) PRODUCT(COLUMNS, "f16", "1", NAMES, ROWS, SECOND, __VA_ARGS__); \
+    else if (F16) PRODUCT(COLUMNS, "f16", "0", NAMES, ROWS, SECOND, __VA_ARGS__);        \
+    else if (BY_COLUMNS) PRODUCT(COLUMNS, "bf16", "1", NAMES, ROWS, SECOND, __VA_ARGS__); \
+    else PRODUCT(COLUMNS, "bf16", "0", NAMES, ROWS, SECOND, __VA_ARGS__);                \
+  }
+MULTIPLY_WIDE(4, "32", NAMES16, "%16,%17,%18,%19", "%20", SUMS4(c, 0))
+MULTIPLY_WIDE(8, "64", NAMES32, "%32,%33,%34,%35", "%36", SUMS8(c, 0))
+MULTIPLY_WIDE(16, "128", NAMES64, "%64,%65,%66,%67", "%68", SUMS16(c))
 
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 DEVICE void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// A warpgroup that needs few registers leaves them to others, which wait for them. Threads of a block begin with equally many.
+template <int REGISTERS>
+DEVICE void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // Barriers in shared memory that count arrivals and bytes; phases 0, 1, 0, ... end when all that is expected has come.
@@ -149,36 +161,25 @@ DEVICE void wait_for_phase(u64* barrier, u32 phase) {
       : "memory");
 }
 
-// Copies that run by themselves. In bulk, by one thread, with a barrier that counts the bytes; or 4, 8 or 16 bytes of each thread for itself
-// (zeros where nothing exists), of which `wait_for_copies<N>` leaves the last N groups on their way.
+// Copies that run by themselves, by one thread, with a barrier that counts the bytes.
 DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-template <int BYTES>
-DEVICE void copy_own(void* shared, const void* global, bool exists) {
-  const u32 read = exists ? BYTES : 0;
-  if (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(read) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES), "r"(read) : "memory");
-}
-DEVICE void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-DEVICE void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
 
 // A box of five dimensions on its way out of a tensor that the host has described (`Device.box_map`): of 128-byte slices of the vectors of
-// 16 tokens, keys then values. Units of 16 bytes of a slice lie in another order; see `crowd.cu`.
+// 16 tokens, keys then values. Units of 16 bytes of a slice lie in another order; see `boxes.cuh`.
 struct __align__(64) BoxMap {
   u64 words[16];
 };
-DEVICE void copy_box(void* shared, const BoxMap& map, int token, int slice, int block, u64* barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %2, %5}], [%6];" ::"r"(
+struct Corner {
+  int token, slice, kind, block;  // kind: 0 keys, 1 values
+};
+DEVICE void copy_box(void* shared, const BoxMap& map, const Corner& at, u64* barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(
                    shared_address(shared)),
-               "l"(&map), "r"(0), "r"(token), "r"(slice), "r"(block), "r"(shared_address(barrier))
+               "l"(&map), "r"(0), "r"(at.token), "r"(at.slice), "r"(at.kind), "r"(at.block), "r"(shared_address(barrier))
                : "memory");
 }
 // The first place in shared memory from `shared` on that is a multiple of `bytes`.
@@ -227,6 +228,11 @@ DEVICE bool any_lane(bool holds) { return __any_sync(0xffffffffu, holds); }
 
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE void block_barrier() { __syncthreads(); }
+// Of the first THREADS threads of a block; what they wrote to shared memory is there for products and copies as well.
+template <int THREADS>
+DEVICE void part_barrier() {
+  asm volatile("fence.proxy.async.shared::cta; bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 DEVICE float exponential(float x) { return __expf(x); }
 DEVICE float exponential2(float x) {
   float y;
@@ -245,20 +251,6 @@ DEVICE bool is_last_block(u32* counter, u32 expected) {
     if (last) *counter = 0;
   }
   __syncthreads();
-  if (last) __threadfence();
-  return last;
-}
-
-// The same for a warp.
-DEVICE bool is_last_warp(u32* counter, u32 expected) {
-  u32 before = 0;
-  __threadfence();
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) {
-    before = atomicAdd(counter, 1u);
-    if (before == expected - 1) *counter = 0;
-  }
-  const bool last = __shfl_sync(0xffffffffu, before, 0) == expected - 1;
   if (last) __threadfence();
   return last;
 }

@@ -2,7 +2,6 @@
 //
 // Compile-time: as in `attend.cuh`.
 
-#if !IN_BOXES
 #define SHARES_BLOCK (BLOCK % KEYS == 0)  // all keys of a turn are in one cache block
 
 // Where a sequence's keys and values of one head are: items `token * heads + head` of planes of its blocks.
@@ -77,5 +76,4 @@ DEVICE float load_scale(const Stretch& in, int first) {
   return 1.0f;
 #endif
 }
-#endif
 

@@ -1,0 +1,94 @@
+"""Which wire codec rows of a link are in: chosen by the sender, request by request, and known to the receiver by what a payload
+says.
+
+A codec with a table is watched by its gate: requests that it would harm go in the fallback codec, and when traffic drifts, a new
+table is made and sent ahead of the first rows that need it. The receiver therefore needs no table of its own. Knows no message
+and no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from triblade.config import TransferConfig
+from triblade.errors import CheckpointError, ConfigError, WireError
+from triblade.kv.cache import KVCache
+from triblade.kv.layout import KVLayout
+from triblade.kv.wire import WireCodec, WireSpan
+from triblade.kv.wire_gate import AnyWire, WireGate
+from triblade.kv.wire_pca import PcaLutWire
+from triblade.kv.wire_table import KVTable
+from triblade.registry import WIRE_CODECS
+
+Encode = Callable[[KVCache, Sequence[int], WireSpan], bytes]
+PLAIN = ("raw", "int8")  # need no table
+
+
+class Sender:
+    """The codecs of one link, at the end where rows are made.
+
+    Args:
+        config: names the codec and its table.
+        layout: of the rows.
+        receiver: layout of the rows at the other end.
+
+    Raises:
+        ConfigError: the codec needs a table and has none, or one of another model.
+    """
+
+    def __init__(self, config: TransferConfig, layout: KVLayout, receiver: KVLayout) -> None:
+        self.name = config.wire_codec
+        self._gate: WireGate | None = None
+        table = None if config.wire_table is None else KVTable.load(config.wire_table)
+        self.codec: WireCodec = WIRE_CODECS[self.name](layout, table, receiver.codec)
+        if isinstance(self.codec, PcaLutWire):
+            fallback = "raw" if layout == receiver else "int8"
+            self._gate = WireGate(self.codec, WIRE_CODECS[fallback](layout, None, receiver.codec))
+
+    @property
+    def table(self) -> bytes | None:
+        """What the receiver must have; None if it needs none."""
+        return self.codec.table.to_bytes() if isinstance(self.codec, PcaLutWire) else None
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Requests that did not go in the codec."""
+        return 0 if self._gate is None else self._gate.counts.fallback_requests
+
+    def request(self) -> Encode:
+        """What encodes the rows of one request."""
+        return self.codec.encode if self._gate is None else self._gate.request().encode
+
+    def refresh(self, send: Callable[[bytes], None]) -> bool:
+        """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then."""
+        if self._gate is None or not self._gate.has_drifted:
+            return False
+        table = self._gate.refreshed()
+        send(table.to_bytes())
+        self._gate.use(table)
+        return True
+
+
+class Receiver:
+    """The codecs of one link, at the end where rows are stored."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._codecs: dict[str, WireCodec] = {name: WIRE_CODECS[name](layout, None, layout.codec) for name in PLAIN}
+        self.any = AnyWire(self._codecs)
+
+    def use(self, table: bytes | memoryview) -> None:
+        """Decode with this table, as well as with the one before.
+
+        Raises:
+            WireError: it is damaged, or of another model.
+        """
+        try:
+            loaded = KVTable.from_bytes(bytes(table))
+            known = self._codecs.get(PcaLutWire.name)
+            if isinstance(known, PcaLutWire):
+                known.use(loaded)
+            else:
+                self._codecs[PcaLutWire.name] = PcaLutWire(self._layout, loaded, self._layout.codec)
+        except (CheckpointError, ConfigError) as error:
+            raise WireError(error.message, hint=error.hint) from error

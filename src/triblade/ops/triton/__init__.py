@@ -1,0 +1,1 @@
+"""Kernels in Triton; imported only where it is installed."""

@@ -1,0 +1,68 @@
+"""Prometheus metrics of prefill and decode in different workers. They exist only where there are prefill workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from triblade.engine.client import EngineLoad
+from triblade.engine.transfers import TransferCounts
+
+COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
+    "kv_transfer_tokens": ("Tokens whose KV rows came from prefill workers.", lambda c: c.num_tokens),
+    "kv_transfer_wire_bytes": ("Bytes of these rows as they came.", lambda c: c.wire_bytes),
+    "kv_transfer_row_bytes": ("Bytes of these rows in the KV cache.", lambda c: c.row_bytes),
+    "kv_transfer_seconds": ("From asking to the last row, over complete transfers.", lambda c: c.fetch_s),
+    "kv_transfer_store_seconds": ("Of the decode workers' engines, storing rows.", lambda c: c.store_s),
+    "kv_transfer_damaged": ("Rows that did not pass their checks and were not stored.", lambda c: c.num_damaged),
+    "kv_transfer_fallbacks": (
+        "Requests sent in another codec, because that of the workers would have harmed them.",
+        lambda c: c.num_fallbacks,
+    ),
+    "kv_leases_expired": ("Transfers whose rows were not taken in time.", lambda c: c.num_expired_leases),
+    "prefill_declined": (
+        "Prompts long enough for a prefill worker that decode workers computed: nobody there, busy, or no blocks for them.",
+        lambda c: c.num_declined,
+    ),
+}
+OUTCOMES: Mapping[str, Callable[[TransferCounts], int]] = {
+    "complete": lambda c: c.num_complete,
+    "failed": lambda c: c.num_failed,  # lost, late or damaged: the rest was computed by the decode worker
+    "dropped": lambda c: c.num_dropped,  # the request left, or its blocks were needed
+}
+GAUGES: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
+    "prefill_workers": ("Prefill workers that can be asked.", lambda c: c.num_prefill_workers),
+    "prefill_backlog_tokens": ("Tokens that wait at prefill workers.", lambda c: c.prefill_backlog_tokens),
+    "prefill_queue_seconds": (
+        "Waiting time of prompts begun at prefill workers, the longest.",
+        lambda c: c.prefill_queue_s,
+    ),
+    "kv_transfer_ratio": (
+        "Bytes of rows in the KV cache to those on the wire, since the start.",
+        lambda c: c.row_bytes / c.wire_bytes if c.wire_bytes else 1.0,
+    ),
+}
+
+
+def transfer_metrics(prefix: str, labels: Sequence[str], values: Sequence[str], load: EngineLoad) -> Iterator[Metric]:
+    """The metrics of a load; none without prefill workers."""
+    counts = load.transfers
+    if counts is None:
+        return
+    for name, (text, value) in COUNTERS.items():
+        counter = CounterMetricFamily(prefix + name, text, labels=labels)
+        counter.add_metric(values, max(0.0, value(counts)))
+        yield counter
+    for name, (text, value) in GAUGES.items():
+        gauge = GaugeMetricFamily(prefix + name, text, labels=labels)
+        gauge.add_metric(values, max(0.0, value(counts)))
+        yield gauge
+    ended = CounterMetricFamily(f"{prefix}kv_transfers", "Transfers ended, by outcome.", labels=(*labels, "outcome"))
+    for outcome, number in OUTCOMES.items():
+        ended.add_metric((*values, outcome), number(counts))
+    yield ended
+    where = CounterMetricFamily(f"{prefix}prefill_tokens", "Prompt tokens computed, by role.", labels=(*labels, "role"))
+    where.add_metric((*values, "prefill"), counts.num_tokens)
+    where.add_metric((*values, "decode"), load.num_computed_prompt_tokens)
+    yield where
