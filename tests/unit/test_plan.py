@@ -293,7 +293,7 @@ def test_the_report_says_everything() -> None:
         "runner-up",
         "quality: ",
         "USD",
-        "triblade serve --plan",
+        "triblade serve --model=",
     ):
         assert part in text
     assert len(data["rejected"]) == len(decision.rejected)
