@@ -19,7 +19,9 @@ import xgrammar
 
 MAX_MEMORY_BYTES = 2**30  # beyond what it has when it starts
 REHEARSALS, REHEARSAL_TOKENS = 2, 64
-MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON value: a small model could fill its context with them
+MAX_WHITESPACE = (
+    16  # characters in a row between the parts of a JSON value: a small model could fill its context with them
+)
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 

@@ -159,6 +159,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _brief(message: str) -> str:
     """A message of the library without where in its code it stands."""
     return message.splitlines()[0].rpartition("] ")[2].partition(": ")[2][:300] or message[:300]
-
-
-
