@@ -76,6 +76,8 @@ def test_what_is_filled_in(schema: dict[str, Any], expected: dict[str, Any] | No
         ({"pattern": "a", "maxLength": 1}, "more than one of pattern"),
         ({"minimum": 1, "maxLength": 1}, "several types"),
         ({"required": ["a"], "additionalProperties": False}, "requires a property that it forbids"),
+        ({"pattern": '^"$'}, "would escape"),
+        ({"pattern": "^\\n$"}, "would escape"),
         ([], "must be an object"),
     ],
 )

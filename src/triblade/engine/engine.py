@@ -22,8 +22,8 @@ from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner, StepResult
 from triblade.engine.scheduler import ScheduledRequest, Scheduler
 from triblade.engine.speculation import Speculator
-from triblade.models.loader import OpenModel
 from triblade.errors import RequestError
+from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams, StructuredOutputs
 from triblade.spec.constraint import TokenConstraint
 from triblade.spec.record import SpeculationCounts

@@ -1,7 +1,7 @@
 """The seam between a sampler and whoever limits which tokens may come next: a grammar, seen token by token.
 
-Knows no grammar and no request. A constraint stands behind the last token that it accepted; rolling back n tokens puts it where it was
-before them, so drafts can be tried on it. End tokens are not accepted: whoever ends an output just stops asking.
+Knows no grammar and no request. A constraint stands behind the last token that it accepted; rolling back n tokens puts it where
+it was before them, so drafts can be tried on it. End tokens are not accepted: whoever ends an output just stops asking.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """What a request does to its logits before a distribution is made of them: bias, penalties, barred tokens.
 
 Order, as in vLLM and transformers: logit_bias, repetition penalty, frequency and presence penalty, then the bars,
-which set -inf (the mask of a constraint, allowed_token_ids, bad_words, stop tokens before min_tokens). The work is sparse: only the tokens
-concerned are read and written, so a request pays for its own options and its neighbours stay as they are.
+which set -inf (the mask of a constraint, allowed_token_ids, bad_words, stop tokens before min_tokens). The work is
+sparse: only the tokens concerned are read and written, so a request pays for its own options and its neighbours stay
+as they are.
 
 Bars that leave a row no token yield: first those of min_tokens (the output ends early), then bad_words, then
-allowed_token_ids, which only a constraint can leave nothing of; constraints and the end of the vocabulary never do. So a row with finite logits always has a token to choose.
+allowed_token_ids, which only a constraint can leave nothing of; constraints and the end of the vocabulary never do. So
+a row with finite logits always has a token to choose, as long as its constraint has one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that compiles grammars: forms in, compiled grammars out, a JSON line each way.
 
-Started by `triblade.structured.compiler`, which ends it when a form takes too long; the memory it may take is limited from inside. A
-form that crashes it crashes nothing else. What compiles is rehearsed: a grammar that is slow to follow, or that leads nowhere, is found
-out here and not in the engine. Ends with its standard input. Runs at low priority.
+Started by `triblade.structured.compiler`, which ends it when a form takes too long; the memory it may take is limited from
+inside. A form that crashes it crashes nothing else. What compiles is rehearsed: a grammar that is slow to follow, or that leads
+nowhere, is found out here and not in the engine. Ends with its standard input. Runs at low priority.
 """
 
 from __future__ import annotations

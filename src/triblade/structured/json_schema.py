@@ -1,13 +1,14 @@
 """JSON schemas that a grammar can hold exactly, written so that the grammar library reads them right.
 
-Knows no grammar and no token. A keyword that a grammar would drop in silence is refused by name, and what a schema leaves unsaid is
-filled in on the narrow side: whatever matches the result of `narrowed` matches the schema that came in. The exception is `oneOf`,
-which is read as `anyOf`.
+Knows no grammar and no token. A keyword that a grammar would drop in silence is refused by name, and what a schema leaves unsaid
+is filled in on the narrow side: whatever matches the result of `narrowed` matches the schema that came in. The exception is
+`oneOf`, which is read as `anyOf`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ REFUSED = frozenset(
     {"uniqueItems", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies"}
     | {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef", "additionalItems"}
 )
+_UNESCAPED = re.compile(r'"|\\[nrtfvxuc0\\]')  # what the library puts between the quotes as it is
 COMBINERS = ("anyOf", "oneOf", "allOf", "$ref")
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -99,6 +101,10 @@ def _check_keywords(schema: Mapping[str, Any]) -> None:
     ref = schema.get("$ref", "#")
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise _refusal(f"the JSON schema refers to something outside of itself or to an anchor: {ref!r:.80}")
+    if _UNESCAPED.search(str(schema.get("pattern", ""))):
+        raise _refusal(
+            "the JSON schema has a pattern with quotes, backslashes or control characters, which JSON would escape"
+        )
     exclusive = {"pattern", "format"} & schema.keys()
     if len(exclusive) > 1 or (exclusive and {"minLength", "maxLength"} & schema.keys()):
         raise _refusal("the JSON schema has more than one of pattern, format, and minLength or maxLength in one place")
@@ -133,9 +139,17 @@ def _opened(schema: dict[str, Any]) -> dict[str, Any]:
         schema["type"] = kinds.pop()
     if schema.get("type") == "object":
         _open_object(schema)
+    if {"minLength", "maxLength"} & schema.keys():
+        _spell_length(schema)
     if schema.get("type") == "array" and not {"items", "prefixItems"} & schema.keys():
         schema["items"] = {}
     return schema
+
+
+def _spell_length(schema: dict[str, Any]) -> None:
+    """Lengths as a pattern of plain characters: the library's own form of them lets raw control characters through."""
+    least, most = schema.pop("minLength", 0), schema.pop("maxLength", "")
+    schema["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
 
 
 def _open_object(schema: dict[str, Any]) -> None:
