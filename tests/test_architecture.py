@@ -23,6 +23,7 @@ LINE = (
     "quant",
     "kv",
     "spec",
+    "structured",
     "engine",
     "disagg",
     "serve|bench",

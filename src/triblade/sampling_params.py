@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from triblade.errors import RequestError
 
@@ -18,6 +19,22 @@ MAX_STOP_LENGTH_CHARS = 4096
 MAX_BAD_WORDS = 256
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6  # float32 logits stay finite between them
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it would only lose precision
+
+
+StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an output must have; `text` is the key under which its compiled grammar is kept.
+
+    Attributes:
+        kind: what `text` is: nothing, a JSON schema, a regular expression, a JSON list of strings, or a grammar in EBNF.
+        text: in the language of `kind`.
+    """
+
+    kind: StructuredKind
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None  # number of alternatives beside the chosen token; 0: the chosen one only
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None  # needs the package xgrammar
 
     def __post_init__(self) -> None:
         """Reject what no model could serve, naming the field."""

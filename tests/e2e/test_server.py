@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -240,3 +241,25 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(tmp_path: Path) -> 
     assert f"port {port}" in done.stderr
     assert "--port" in done.stderr
     assert done.stdout == ""
+
+
+CITY = {
+    "type": "object",
+    "properties": {"capital": {"enum": ["Paris", "Rome"]}, "letters": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["capital", "letters"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_by_a_schema(server: RealServer, stream: bool) -> None:  # F20, D14
+    messages: Any = [{"role": "user", "content": "What is the capital of France, and how many letters does it have?"}]
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    answer = server.openai.chat.completions.create(
+        model=MODEL, messages=messages, response_format=wanted, temperature=0, max_tokens=60, stream=stream
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    found = json.loads(text)
+    assert found["capital"] == "Paris"
+    assert 1 <= found["letters"] <= 9
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        complete(server, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)

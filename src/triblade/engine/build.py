@@ -40,6 +40,7 @@ from triblade.ops.select import select_backend, select_device
 from triblade.quant.device_weights import DeviceReader, device_bytes
 from triblade.quant.packed_weights import PackingReader, packed_bytes
 from triblade.spec.sampler import Sampler
+from triblade.structured.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
+    engine.compile = GrammarCompiler(model.tokenizer, model.vocab_size).compile
     if drafter is not None:
         engine.speculator = Speculator(drafter, engine.scheduler, make_policy(config))
     if config.drafter == "draft":  # the only one that somebody else may have made for another model

@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from triblade.engine.admission import Admission
 from triblade.engine.block_pool import BlockPool
@@ -22,12 +22,17 @@ from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner, StepResult
 from triblade.engine.scheduler import ScheduledRequest, Scheduler
 from triblade.engine.speculation import Speculator
+from triblade.errors import RequestError
 from triblade.models.loader import OpenModel
-from triblade.sampling_params import SamplingParams
+from triblade.sampling_params import SamplingParams, StructuredOutputs
+from triblade.spec.constraint import TokenConstraint
 from triblade.spec.record import SpeculationCounts
 from triblade.spec.sampler import child_seed
 
 log = logging.getLogger(__name__)
+
+# The form and the tokens that may end it -> a fresh constraint for every choice. May take seconds; from any thread.
+CompileConstraint = Callable[[StructuredOutputs, frozenset[int]], Callable[[], TokenConstraint]]
 
 
 class Engine:
@@ -43,6 +48,7 @@ class Engine:
 
     Attributes:
         speculator: proposes tokens between steps; None, as at the beginning, decodes plainly.
+        compile: makes constraints of requests that ask for a form; None refuses them.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Engine:
         self.context_length = context_length
         self.max_logprobs = max_logprobs
         self.speculator: Speculator | None = None
+        self.compile: CompileConstraint | None = None
         self._seed = secrets.randbits(64) if seed is None else seed
         self._numbers = itertools.count()
         self._streams: dict[Request, OutputStream] = {}
@@ -97,13 +104,15 @@ class Engine:
         """Check a client request and make its `params.n` requests. Safe to call from any thread.
 
         Raises:
-            RequestError: an empty prompt, or an id outside the vocabulary.
+            RequestError: an empty prompt, an id outside the vocabulary, or a form that cannot be had.
             ContextLengthError: prompt and `max_tokens` exceed the context length or the whole KV cache.
         """
         prompt = list(prompt_token_ids)
         max_tokens = self.admission.check(prompt, params)
         ends = frozenset() if params.ignore_eos else self.model.eos_token_ids
         bad_words = self._bad_words(params)
+        stops = ends | set(params.stop_token_ids)
+        constrain = self._constrain(params.structured_outputs, stops)
         now = time.monotonic()
         requests: list[Request] = []
         for index, number in zip(range(params.n), self._numbers, strict=False):
@@ -115,14 +124,23 @@ class Engine:
                 params=params,
                 seed=child_seed(self._seed, number) if params.seed is None else child_seed(params.seed, index),
                 max_tokens=max_tokens,
-                stop_token_ids=ends | set(params.stop_token_ids),
+                stop_token_ids=stops,
                 bad_words_ids=bad_words,
+                constraint=constrain(),
                 priority=priority,
                 leader=requests[0] if requests else None,
                 arrival_s=now,
             )
             requests.append(request)
         return requests
+
+    def _constrain(self, form: StructuredOutputs | None, stops: frozenset[int]) -> Callable[[], TokenConstraint | None]:
+        """What makes the constraint of each choice."""
+        if form is None:
+            return lambda: None
+        if self.compile is None:
+            raise RequestError("this engine gives no output a form", param="structured_outputs")
+        return self.compile(form, stops)
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue what `prepare` made."""
@@ -230,6 +248,8 @@ class Engine:
         if is_stop_token:
             output.stop_reason = token if token in request.params.stop_token_ids else None
             return FinishReason.STOP
+        if request.constraint is not None and (reason := _constrained_end(request.constraint, token, output)):
+            return reason
         if len(request.output_token_ids) >= request.max_tokens or request.num_tokens >= self.context_length:
             return FinishReason.LENGTH
         return None
@@ -288,6 +308,14 @@ class Engine:
         variants = [variant for word in params.bad_words for variant in (word, f" {word.lstrip()}")]
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in variants)
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
+def _constrained_end(constraint: TokenConstraint, token: int, output: RequestOutput) -> FinishReason | None:
+    """Move a constraint behind a committed token; the reason if nothing may or can follow."""
+    if constraint.fault is not None or not constraint.accept(token):
+        output.error = constraint.fault or "a token was not allowed"
+        return FinishReason.ERROR
+    return FinishReason.STOP if constraint.is_exhausted else None
 
 
 def _queue_time_s(request: Request) -> float | None:

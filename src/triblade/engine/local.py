@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from triblade.config import EngineConfig
@@ -114,7 +115,9 @@ class LocalClient(EngineClient):
         """See `EngineClient.generate`."""
         if self._dead is not None:
             raise self._dead
-        requests = self._engine.prepare(prompt_token_ids, params, request_id=request_id, priority=priority)
+        prepare = partial(self._engine.prepare, prompt_token_ids, params, request_id=request_id, priority=priority)
+        # A grammar may take seconds to compile.
+        requests = prepare() if params.structured_outputs is None else await asyncio.to_thread(prepare)
         stream = _Stream(requests, asyncio.get_running_loop())
         label = requests[0].request_id
         self._by_label.setdefault(label, []).extend(requests)

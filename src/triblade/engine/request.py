@@ -15,6 +15,7 @@ from typing import Any
 from triblade.engine.block_pool import CachedBlock
 from triblade.engine.outputs import FinishReason
 from triblade.sampling_params import SamplingParams
+from triblade.spec.constraint import TokenConstraint
 from triblade.spec.record import Speculation
 
 
@@ -40,6 +41,7 @@ class Request:
     max_tokens: int  # resolved against the context length
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: TokenConstraint | None = None  # stands behind the output tokens, whatever happens to their blocks
     priority: int = 0  # lower is served first
     leader: Request | None = None  # the first of `n` choices; the others wait until its prompt is cached
     arrival_s: float = 0.0  # monotonic clock

@@ -20,6 +20,7 @@ from triblade.engine.executor import GREEDY, Draw, DrawsTokens, StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
+from triblade.spec.constraint import allowed_behind
 from triblade.spec.sampler import Proposal, Sampled, Sampler, SamplerRow
 
 # Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
@@ -75,10 +76,11 @@ class ModelRunner:
         """Whether the executor chooses all tokens itself: greedy ones, and drawn ones where it can."""
         # Whoever's first row is plain and greedy has only such rows: no later one has more to bar.
         firsts = [next(sampler_rows(result.request, 0)) for result in sampling]
-        is_greedy = all(row.is_plain_greedy for row in firsts)
+        is_free = all(result.request.constraint is None for result in sampling)
+        is_greedy = is_free and all(row.is_plain_greedy for row in firsts)
         if self._drawer is None:
             return is_greedy
-        is_drawn = not is_greedy and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
+        is_drawn = is_free and not is_greedy and all(row.is_plain_greedy or row.is_plain_draw for row in firsts)
         self._drawer.expect_draws(_draws(results, sampling, firsts) if is_drawn else None)
         return is_greedy or is_drawn
 
@@ -100,7 +102,7 @@ class ModelRunner:
 
     def _sample_rows(self, rows: list[int], results: list[StepResult]) -> Sampled:
         """A token for every row, -1 for those that are not finite."""
-        wanted = [row for r in results for row in sampler_rows(r.request, r.item.num_draft_tokens)]
+        wanted = [row for r in results for row in _constrained(r.request, r.item.num_draft_tokens)]
         whole = Sampled([], [])
         size = self.executor.max_rows or len(rows)
         for start in range(0, len(rows), size):
@@ -152,6 +154,16 @@ def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[S
         if not row.params.is_greedy
     }
     return [drawn.get(result.first_row, GREEDY) for result in results]
+
+
+def _constrained(request: Request, num_draft_tokens: int) -> list[SamplerRow]:
+    """The rows of a request, each with what its constraint allows there."""
+    rows = list(sampler_rows(request, num_draft_tokens))
+    if request.constraint is not None:
+        masks = allowed_behind(request.constraint, request.draft_token_ids[:num_draft_tokens])
+        for row, mask in zip(rows, masks, strict=True):
+            row.allowed = mask
+    return rows
 
 
 def sampler_rows(request: Request, num_draft_tokens: int) -> Iterator[SamplerRow]:

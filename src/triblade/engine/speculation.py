@@ -20,7 +20,8 @@ from triblade.config import EngineConfig
 from triblade.engine.request import Request
 from triblade.engine.runner import StepResult
 from triblade.engine.scheduler import Scheduler
-from triblade.spec.drafter import Drafter, DraftItem
+from triblade.spec.constraint import allowed_length
+from triblade.spec.drafter import Draft, Drafter, DraftItem
 from triblade.spec.policy import (
     AdaptivePolicy,
     Candidate,
@@ -178,7 +179,7 @@ class Speculator:
         for item, draft in zip(items, drafts, strict=True):
             assert len(draft.token_ids) <= item.length, "a draft is longer than asked for"
             assert isinstance(item.request, Request)
-            item.request.propose(draft.token_ids, draft.weights)
+            item.request.propose(_possible(item.request, draft), draft.weights)
             self._asked[item.request.number] = item.length
 
     def _items(self, results: list[StepResult]) -> list[DraftItem]:
@@ -198,6 +199,16 @@ class Speculator:
             budget -= length
             items.append(DraftItem(request, result.item.start, request.num_computed_tokens, result.first_row, length))
         return items
+
+
+def _possible(request: Request, draft: Draft) -> list[int]:
+    """The draft up to the first token that the request's constraint would refuse anyway.
+
+    Drawn drafts stay whole: that a token was drawn and refused is part of how its replacement is distributed.
+    """
+    if request.constraint is None or draft.weights is not None:
+        return draft.token_ids
+    return draft.token_ids[: allowed_length(request.constraint, draft.token_ids)]
 
 
 def _decodes(result: StepResult) -> bool:

@@ -70,7 +70,7 @@ async def completion_job(body: CompletionRequest, state: ServerState) -> Job:
     state.check_size(len(prompts) * params.n)
     characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     prepare = partial(_completion_prompts, engine, prompts, params, body)
-    return _job(body, model, await _offload(characters, prepare))
+    return _job(body, model, await _offload(characters + _checking_size(params), prepare))
 
 
 async def chat_job(body: ChatCompletionRequest, state: ServerState) -> Job:
@@ -84,7 +84,7 @@ async def chat_job(body: ChatCompletionRequest, state: ServerState) -> Job:
     params = chat_params(body, state.defaults)
     state.check_size(params.n)
     token_ids = await chat_token_ids(engine, body, body.messages, state)
-    engine.check(token_ids, params)
+    await _offload(_checking_size(params), partial(engine.check, token_ids, params))
     return _job(body, model, [PromptJob(token_ids, params)])
 
 
@@ -116,6 +116,11 @@ async def text_token_ids(engine: ServedEngine, text: str, add_special_tokens: bo
 async def token_text(engine: ServedEngine, token_ids: list[int]) -> str:
     """Text of token ids, special tokens included."""
     return await _offload(len(token_ids), partial(engine.tokenizer.decode, token_ids, skip_special_tokens=False))
+
+
+def _checking_size(params: SamplingParams) -> int:
+    """Checking a form compiles it, which may take seconds; everything else is quick."""
+    return 0 if params.structured_outputs is None else INLINE_CHARACTERS + 1
 
 
 async def _offload(size: int, work: Callable[[], _Result]) -> _Result:

@@ -109,6 +109,12 @@ class GenerationBody(RequestBody):
     return_token_ids: bool | None = Field(None, description="Add the ids of prompt and answer.")
     return_speculation: bool | None = Field(None, description="Add what was drafted and accepted, step by step.")
     priority: Integer | None = Field(None, description="Lower is served first; default 0.")
+    response_format: dict[str, Any] | None = Field(None, description="type text, json_object or json_schema.")
+    structured_outputs: dict[str, Any] | None = Field(None, description="One of json, regex, choice, grammar.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema.")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="EBNF; the first rule is root.")
 
 
 class CompletionRequest(GenerationBody):

@@ -25,10 +25,6 @@ class Refusal:
     harmless: Callable[[Any], bool] = lambda value: not value
 
 
-def _plain_text(value: Any) -> bool:
-    return not value or (isinstance(value, Mapping) and value.get("type") == "text")
-
-
 def _text_only(value: Any) -> bool:
     return not value or value == ["text"]
 
@@ -37,19 +33,12 @@ def _none(value: Any) -> bool:
     return value in (None, "none")
 
 
-_STRUCTURED = Refusal("ask for the format in the prompt and check the answer")
 _TOOLS = Refusal("describe the tools in the prompt, or send tool_choice: none")
 _TEXT_IN = Refusal("this server reads text and token ids only")
 
 COMMON: Mapping[str, Refusal] = {
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_whitespace_pattern": _STRUCTURED,
-    "guided_decoding_backend": _STRUCTURED,
-    "structured_outputs": _STRUCTURED,
-    "response_format": Refusal(_STRUCTURED.reason, _plain_text),
+    "guided_whitespace_pattern": Refusal("whitespace is limited anyway"),
+    "structural_tag": Refusal("use response_format or structured_outputs"),
     "use_beam_search": Refusal("there is no beam search"),
     "length_penalty": Refusal("there is no beam search", lambda value: value in (None, 1)),
     "truncate_prompt_tokens": Refusal("shorten the prompt before sending it"),

@@ -13,6 +13,7 @@ from typing import Any
 from triblade.errors import RequestError
 from triblade.sampling_params import SamplingParams
 from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from triblade.serve.structured import structured_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def _common(body: GenerationBody, defaults: Mapping[str, Any]) -> dict[str, Any]
     values.update({name: tuple(getattr(body, name)) for name in LIST_FIELDS if getattr(body, name) is not None})
     values["logit_bias"] = _logit_bias(body.logit_bias or {})
     values["prompt_logprobs"] = body.prompt_logprobs
+    values["structured_outputs"] = structured_outputs(body)
     return values
 
 

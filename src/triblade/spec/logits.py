@@ -1,11 +1,13 @@
 """What a request does to its logits before a distribution is made of them: bias, penalties, barred tokens.
 
 Order, as in vLLM and transformers: logit_bias, repetition penalty, frequency and presence penalty, then the bars,
-which set -inf (allowed_token_ids, bad_words, stop tokens before min_tokens). The work is sparse: only the tokens
-concerned are read and written, so a request pays for its own options and its neighbours stay as they are.
+which set -inf (the mask of a constraint, allowed_token_ids, bad_words, stop tokens before min_tokens). The work is
+sparse: only the tokens concerned are read and written, so a request pays for its own options and its neighbours stay
+as they are.
 
-Bars that leave a row no token yield: first those of min_tokens (the output ends early), then bad_words;
-allowed_token_ids and the end of the vocabulary never do. So a row with finite logits always has a token to choose.
+Bars that leave a row no token yield: first those of min_tokens (the output ends early), then bad_words, then
+allowed_token_ids, which only a constraint can leave nothing of; constraints and the end of the vocabulary never do. So
+a row with finite logits always has a token to choose, as long as its constraint has one.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def process_logits(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     _penalise_repetition(logits, rows)
     _penalise_presence(logits, rows)
     _keep_allowed(logits, rows)
+    _keep_constrained(logits, rows)
     _bar(logits, rows)
     return logits
 
@@ -102,13 +105,28 @@ def _penalise_presence(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
 def _keep_allowed(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
     cells = Cells()
     for number, row in enumerate(rows):
-        cells.add(number, row.params.allowed_token_ids or ())
+        cells.add(number, _kept_ids(row))
     if not cells:
         return
     index = cells.index(logits.device)
     values = logits[index]
     logits[index[0]] = -torch.inf
     logits[index] = values
+
+
+def _kept_ids(row: SamplerRow) -> Sequence[int]:
+    """`allowed_token_ids`, as far as a constraint leaves one of them."""
+    ids = row.params.allowed_token_ids or ()
+    return ids if row.allowed is None or bool(row.allowed[list(ids)].any()) else ()
+
+
+def _keep_constrained(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
+    constrained = [number for number, row in enumerate(rows) if row.allowed is not None]
+    if not constrained:
+        return
+    allowed = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(logits.device)  # [N, V]
+    index = torch.tensor(constrained).to(logits.device)
+    logits[index] = logits[index].masked_fill_(~allowed, -torch.inf)
 
 
 def _bar(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
@@ -132,7 +150,12 @@ def _barred(row: SamplerRow, vocab_size: int) -> set[int]:
 
 
 def _leaves_a_token(row: SamplerRow, bars: set[int], vocab_size: int) -> bool:
-    allowed = row.params.allowed_token_ids
+    if not bars:
+        return True
+    allowed: Iterable[int] | None = _kept_ids(row) or None
+    if row.allowed is not None:
+        constrained: list[int] = row.allowed.nonzero()[:, 0].tolist()
+        allowed = constrained if allowed is None else set(allowed).intersection(constrained)
     return len(bars) < vocab_size if allowed is None else not bars.issuperset(allowed)
 
 

@@ -36,6 +36,7 @@ class SamplerRow:
     proposal: Proposal | None = (
         None  # of a draft that was drawn; a row that is not greedy keeps it by rejection sampling
     )
+    allowed: Tensor | None = None  # bool [V] in main memory: what a `TokenConstraint` lets come here; None: everything
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -59,6 +60,7 @@ class SamplerRow:
             and params.frequency_penalty == 0.0
             and params.allowed_token_ids is None
             and not params.logit_bias
+            and self.allowed is None
             and not self.bad_words
             and self.position >= params.min_tokens
         )

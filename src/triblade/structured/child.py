@@ -1,0 +1,98 @@
+"""The process that compiles grammars: forms in, compiled grammars out, a JSON line each way.
+
+Started by `triblade.structured.compiler`, which ends it when a form takes too long; the memory it may take is limited from
+inside. A form that crashes it crashes nothing else. What compiles is rehearsed: a grammar that is slow to follow, or that leads
+nowhere, is found out here and not in the engine. Ends with its standard input. Runs at low priority.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import psutil
+import xgrammar
+
+MAX_MEMORY_BYTES = 2**30  # beyond what it has when it starts
+REHEARSALS, REHEARSAL_TOKENS = 2, 64
+MAX_WHITESPACE = (
+    16  # characters in a row between the parts of a JSON value: a small model could fill its context with them
+)
+ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
+
+
+def main() -> None:
+    """Serve until the other end closes."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library prints
+    vocabulary = xgrammar.TokenizerInfo.deserialize_json(sys.stdin.readline())
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    _limit()
+    _send(answers, {})
+    for line in sys.stdin:
+        _send(answers, _answer(compiler, json.loads(line)))
+
+
+def _limit() -> None:
+    process = psutil.Process()
+    if sys.platform != "win32":
+        import resource
+
+        most = process.memory_info().vms + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        process.nice(10)
+
+
+def _answer(compiler: xgrammar.GrammarCompiler, form: dict[str, str]) -> dict[str, Any]:
+    try:
+        grammar = _compile(compiler, form["kind"], form["text"])
+        for seed in range(REHEARSALS):
+            _rehearse(grammar, random.Random(seed))
+        return {"grammar": grammar.serialize_json()}
+    except Exception as error:  # of many types, from C++
+        return {"error": str(error).strip() or type(error).__name__}
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgrammar.CompiledGrammar:
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == "choice":
+        return compiler.compile_grammar(_choice(json.loads(text)))
+    if kind == "grammar":
+        return compiler.compile_grammar(text)
+    schema = ANY_OBJECT if kind == "json_object" else text
+    return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+
+
+def _rehearse(grammar: xgrammar.CompiledGrammar, chance: random.Random) -> None:
+    """Follow the grammar along random tokens."""
+    matcher = xgrammar.GrammarMatcher(grammar)
+    bits = xgrammar.allocate_token_bitmask(1, grammar.tokenizer_info.vocab_size)
+    stops = set(grammar.tokenizer_info.stop_token_ids)
+    for _ in range(REHEARSAL_TOKENS):
+        matcher.fill_next_token_bitmask(bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8).reshape(-1), bitorder="little"))
+        if not len(allowed):
+            raise ValueError("error: it comes to a point where no token may follow")
+        token = int(chance.choice(allowed))
+        if token in stops:
+            return
+        matcher.accept_token(token)
+
+
+def _choice(texts: list[str]) -> str:
+    """One of these texts, in EBNF."""
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def _send(answers: Any, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""From the form a request asks for to constraints, compiled once per form, in a process that can be ended.
+
+Knows no engine. Nothing of xgrammar is imported before the first form is asked for. Life of a form: cached -> done; else one thread
+at a time sends it to the compiling process and waits, at most `limit_s`. Forms that failed are remembered like those that did not.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import IO, TYPE_CHECKING
+
+from triblade.errors import RequestError, UnsupportedError
+from triblade.models.tokenizer import Tokenizer
+from triblade.sampling_params import StructuredOutputs
+from triblade.spec.constraint import TokenConstraint
+from triblade.structured.json_schema import narrowed
+
+if TYPE_CHECKING:
+    import xgrammar
+
+    from triblade.structured.matcher import Vocabulary
+
+PARAM = "structured_outputs"
+COMPILE_LIMIT_S = 5.0
+START_LIMIT_S = 120.0  # the compiling process imports for seconds
+MAX_TEXT = 2**18  # characters of a form
+CACHE_BYTES = 2**28
+CACHE_FORMS = 512
+
+
+class GrammarCompiler:
+    """Compiles forms for one vocabulary. Safe to use from several threads.
+
+    Args:
+        tokenizer: spells tokens.
+        vocab_size: tokens that may be chosen are below.
+        limit_s: seconds for one form.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limit_s: float = COMPILE_LIMIT_S) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[StructuredOutputs, xgrammar.CompiledGrammar | RequestError] = OrderedDict()
+        self._process: _Process | None = None
+
+    def compile(self, form: StructuredOutputs, stops: frozenset[int]) -> Callable[[], TokenConstraint]:
+        """What makes constraints of this form, whose output the tokens `stops` may end. May take seconds.
+
+        Raises:
+            RequestError: the form is wrong, or takes too long or too much memory.
+            UnsupportedError: xgrammar is not installed.
+        """
+        if find_spec("xgrammar") is None:
+            hint = "pip install 'triblade[structured]' where the server runs"
+            raise UnsupportedError("structured output needs the package xgrammar", hint=hint, param=PARAM)
+        if len(form.text) > MAX_TEXT:
+            raise RequestError(f"at most {MAX_TEXT} characters, got: {len(form.text)}", param=PARAM)
+        if form.kind == "json_schema":
+            form = replace(form, text=narrowed(form.text))
+        from triblade.structured.matcher import GrammarConstraint
+
+        with self._lock:
+            found = self._cache.pop(form, None) or self._compiled(form)
+            self._cache[form] = found
+            self._shrink()
+        if isinstance(found, RequestError):
+            raise RequestError(found.message, hint=found.hint, param=PARAM)
+        return partial(GrammarConstraint, found, self._vocabulary, stops)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        from triblade.structured.matcher import read_vocabulary
+
+        return read_vocabulary(self._tokenizer, self._vocab_size)
+
+    def _compiled(self, form: StructuredOutputs) -> xgrammar.CompiledGrammar | RequestError:
+        import xgrammar
+
+        if self._process is None:
+            self._process = _Process(self._vocabulary.info.serialize_json())
+        try:
+            line = self._process.ask(json.dumps(asdict(form)), self._limit_s)
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
+            self._process.end()
+            self._process = None
+            spent = f"more than {self._limit_s:g} s" if isinstance(error, TimeoutError) else "too much memory"
+            return RequestError(f"the {form.kind} takes {spent} to compile and to follow", hint="simplify it")
+        answer = json.loads(line)
+        if "error" in answer:
+            return RequestError(f"the {form.kind} cannot be used: {_brief(answer['error'])}")
+        return xgrammar.CompiledGrammar.deserialize_json(answer["grammar"], self._vocabulary.info)
+
+    def _shrink(self) -> None:
+        """Drop the forms that were not used for longest."""
+        sizes = [0 if isinstance(v, RequestError) else v.memory_size_bytes for v in self._cache.values()]
+        total = sum(sizes)
+        for size in sizes[:-1]:
+            if total <= CACHE_BYTES and len(self._cache) <= CACHE_FORMS:
+                return
+            self._cache.popitem(last=False)
+            total -= size
+
+
+class _Process:
+    """The compiling process; ends with this object, at the latest."""
+
+    def __init__(self, vocabulary: str) -> None:
+        command = [sys.executable, "-m", "triblade.structured.child"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self.end = weakref.finalize(self, _end, self._process)
+        self.ask(vocabulary, START_LIMIT_S)
+
+    def ask(self, line: str, limit_s: float) -> bytes:
+        """Its answer to a line.
+
+        Raises:
+            TimeoutError: none within `limit_s`.
+            EOFError, BrokenPipeError: the process is gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+        return _read_line(self._process.stdout, time.monotonic() + limit_s)
+
+
+def _read_line(stream: IO[bytes], deadline: float) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        # `stream` has a buffer of its own that `select` does not see: `read1` never leaves anything in it.
+        piece = stream.read1(2**20)  # type: ignore[attr-defined]
+        if not piece:
+            raise EOFError
+        line += piece
+    return line
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _brief(message: str) -> str:
+    """A message of the library without where in its code it stands."""
+    return message.splitlines()[0].rpartition("] ")[2].partition(": ")[2][:300] or message[:300]

@@ -1,0 +1,206 @@
+"""Outputs of tiny random models under grammars: always of the form asked for, whatever samples, drafts or interrupts them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import tokenizers
+from random_schemas import random_schema
+from tiny_engine import open_tiny, tiny_llm
+from tokenizers import decoders, models, pre_tokenizers
+
+from triblade.errors import RequestError
+from triblade.llm import LLM, Completion
+from triblade.models.loader import OpenModel
+from triblade.models.tokenizer import Tokenizer
+from triblade.models.tokenizer_parts import TokenizerParts, byte_alphabet
+from triblade.sampling_params import SamplingParams, StructuredOutputs
+from triblade.structured.compiler import GrammarCompiler
+
+PIECES = ('{"', '":', '",', '"}', "null", "name", "red", "true")
+VOCABULARY = 256 + len(PIECES)
+END = VOCABULARY  # the last token; rows behind it are padding
+PADDED = 288
+TOY = "[!-~]{5}"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte, some pieces of JSON, and a special token that ends a text."""
+    alphabet = {character: number for number, character in enumerate(byte_alphabet())}
+    vocabulary = alphabet | {piece: 256 + number for number, piece in enumerate(PIECES)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(TokenizerParts(backend=backend, eos_token_ids=frozenset({END})))
+
+
+@cache
+def model() -> OpenModel:
+    tiny = open_tiny(vocab_size=PADDED, max_position_embeddings=512)
+    return replace(tiny, tokenizer=byte_tokenizer(), eos_token_ids=frozenset({END}))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    """One for all tests: its process takes seconds to start."""
+    return GrammarCompiler(byte_tokenizer(), END + 1)
+
+
+def engine(**options: Any) -> LLM:
+    llm = tiny_llm(model(), **{"deterministic": False, "num_kv_blocks": 1024, "max_model_len": 250, **options})
+    llm.engine.compile = compiler().compile
+    return llm
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    llm = engine()
+    yield llm
+    llm.engine.check_idle()
+
+
+def form(kind: Any, text: Any = "") -> StructuredOutputs:
+    return StructuredOutputs(kind, text if isinstance(text, str) else json.dumps(text))
+
+
+def answers(llm: LLM, forms: Sequence[StructuredOutputs], **params: Any) -> list[Completion]:
+    """One answer per form, all of them in one batch."""
+    each = [
+        SamplingParams(**{"max_tokens": 200, "seed": number, **params}, structured_outputs=wanted)
+        for number, wanted in enumerate(forms)
+    ]
+    return [found for (found,) in llm.generate([[1, 2, 3]] * len(forms), each)]
+
+
+SCHEMAS = [random_schema(seed) for seed in range(100)]
+
+
+@pytest.mark.parametrize("drafter", [None, "suffix"])
+def test_a_hundred_random_schemas(plain: LLM, drafter: str | None) -> None:  # A23, F20
+    drafting = {"drafter": "suffix", "draft_policy": "fixed", "num_speculative_tokens": 4}
+    llm = engine(**drafting) if drafter else plain
+    found = answers(llm, [form("json_schema", schema) for schema in SCHEMAS])
+    ended = [
+        (schema, answer.text) for schema, answer in zip(SCHEMAS, found, strict=True) if answer.finish_reason == "stop"
+    ]
+    assert len(ended) >= 95
+    assert not [text for schema, text in ended if not jsonschema_rs.is_valid(schema, json.loads(text))]
+    if drafter:
+        assert llm.engine.load().speculation.num_accepted_tokens > 20
+        again = answers(plain, [form("json_schema", schema) for schema in SCHEMAS[:20]])
+        assert [answer.text for answer in found[:20]] == [answer.text for answer in again]  # seed for seed
+
+
+def test_equal_in_distribution_with_drawn_drafts(plain: LLM) -> None:  # F20
+    """A toy grammar; a chi-square over two samples, with drafts drawn from a distribution that knows no grammar."""
+    drafts = {"drafter": "self", "draft_quantization": "int8", "draft_temperature": 1.0}
+    drafting = engine(**drafts, draft_policy="fixed", num_speculative_tokens=2, backend="reference")
+    samples = []
+    for llm in (plain, drafting):
+        texts = [answer.text for answer in answers(llm, [form("regex", TOY)] * 1200)]
+        assert all(len(text) == 5 for text in texts)
+        samples.append(Counter((place, ord(text[place]) % 4) for text in texts for place in (1, 2, 3)))
+    cells = samples[0] | samples[1]
+    statistic = sum(
+        (samples[0][cell] - samples[1][cell]) ** 2 / (samples[0][cell] + samples[1][cell]) for cell in cells
+    )
+    assert len(cells) == 12
+    assert statistic < 33.7  # nine degrees of freedom: exceeded by chance once in ten thousand times
+    assert drafting.engine.load().speculation.num_accepted_tokens > 50
+
+
+def test_greedy_with_bias_bars_and_logprobs(plain: LLM) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "logprobs": 2, "bad_words": ("yes",), "logit_bias": {200: 100.0}}
+    (answer,) = answers(plain, [form("choice", ["yes", "no"])], **options)
+    assert answer.text in ("yes", "no")
+    assert answer.logprobs is not None
+    assert answer.logprobs[0].top[0][0] != answer.token_ids[0]  # raw: the best token was not allowed
+    bias = {ord("n") - 33: -100.0}
+    (other,) = answers(plain, [form("choice", ["yes", "no"])], logit_bias=bias, temperature=0.0)
+    assert other.text == "yes"
+
+
+def test_an_end_is_allowed_only_where_the_text_is_complete(plain: LLM) -> None:
+    eager = {END: 100.0}
+    (answer,) = answers(plain, [form("regex", "[ab]{3}(cd)*")], logit_bias=eager)
+    assert len(answer.text) == 3
+    assert answer.token_ids[-1] == END
+    (longer,) = answers(plain, [form("regex", "[ab]{3}(cd)*")], logit_bias=eager, min_tokens=5)
+    assert longer.text[3:] == "cd"
+    (endless,) = answers(plain, [form("regex", "[ab]{3}")], ignore_eos=True)
+    assert len(endless.token_ids) == 3  # nothing may follow, so it ends without an end token
+    assert endless.finish_reason == "stop"
+    (short,) = answers(plain, [form("regex", "[ab]{3}")], min_tokens=9)
+    assert len(short.text) == 3  # the grammar is stronger than min_tokens
+    (kept,) = answers(plain, [form("choice", ["x", "y"])], allowed_token_ids=(ord("y") - 33, END))
+    assert kept.text == "y"
+
+
+def test_choices_have_their_own_state_and_neighbours_none(plain: LLM) -> None:
+    params = SamplingParams(n=6, max_tokens=40, seed=3, structured_outputs=form("regex", "[a-z]{4,6}"))
+    free = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    together = plain.generate([[1, 2], [4, 5, 6]], [params, free])
+    texts = [answer.text for answer in together[0]]
+    assert len(set(texts)) > 1
+    assert all(4 <= len(text) <= 6 and text.isalpha() for text in texts)
+    assert together[1][0].token_ids == plain.generate([[4, 5, 6]], free)[0][0].token_ids
+
+
+def test_preemption_changes_nothing(plain: LLM) -> None:
+    forms = [form("json_schema", schema) for schema in SCHEMAS[:8]]
+    tight = engine(num_kv_blocks=40, max_model_len=120)
+    found = answers(tight, forms, max_tokens=100)
+    assert tight.engine.load().num_preemptions > 0
+    assert [a.text for a in found] == [a.text for a in answers(plain, forms, max_tokens=100)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (form("regex", "[0-9"), "regex cannot be used"),
+        (form("grammar", "root ::= missing"), "not defined"),
+        (form("json_schema", "{"), "not valid JSON"),
+        (form("json_schema", {"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (form("json_schema", {"$ref": "#"}), "cannot be used"),
+        (form("json_schema", "[" * 5000), "not valid JSON"),
+        (form("regex", "a" * 2**19), "at most"),
+    ],
+)
+def test_wrong_forms_are_refused(plain: LLM, wanted: StructuredOutputs, words: str) -> None:
+    for _ in range(2):  # what was found out once is remembered
+        with pytest.raises(RequestError, match=words):
+            answers(plain, [wanted])
+
+
+def test_a_form_that_never_compiles_costs_its_sender_only() -> None:  # D14
+    """While one thread waits for it, others go on computing, and the next form is served."""
+    patient = GrammarCompiler(byte_tokenizer(), END + 1, limit_s=0.5)
+    patient.compile(form("regex", "a"), frozenset({END}))
+    hostile = form("json_schema", {"enum": ["".join(chr(97 + (n >> k) % 26) for k in range(60)) for n in range(3900)]})
+    errors: list[RequestError] = []
+
+    def ask() -> None:
+        try:
+            patient.compile(hostile, frozenset({END}))
+        except RequestError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    turns = 0
+    while asking.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 20, errors
+    assert [error.message for error in errors] == ["the json_schema takes more than 0.5 s to compile and to follow"]
+    assert patient.compile(form("regex", "b"), frozenset({END}))().allowed().any()
