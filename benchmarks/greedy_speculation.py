@@ -52,6 +52,10 @@ class Comparison:
         self.figures: dict[str, Any] = {"what": __doc__.splitlines()[0] if __doc__ else "", "rows": {}, "plain": []}
         if args.output.exists():
             self.figures = json.loads(args.output.read_text())
+            before = self.figures.get("asked", args.prompts)
+            if before != args.prompts:
+                raise SystemExit(f"{args.output} was begun with --prompts {before}, which are others; go on with these")
+        self.figures["asked"] = args.prompts  # they are spread over the files, so another number means other ones
         # In float32 rows do not depend on the batch, and a step of eight takes as long as one of one.
         self.plain = engine(args, None, WAYS["alone" if args.backend == "native" else "batched"])
         self.prompts = prompts(self.plain, args.prompts)
