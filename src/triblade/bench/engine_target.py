@@ -59,7 +59,7 @@ class EngineTarget:
         tokenizer = self._client.tokenizer
         if self._chat:
             return tokenizer.encode_chat(ask.messages)
-        return tokenizer.encode("\n\n".join(message["content"] for message in ask.messages))
+        return tokenizer.encode(ask.text)
 
 
 def _readings(load: EngineLoad) -> dict[str, float]:

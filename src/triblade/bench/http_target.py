@@ -102,7 +102,7 @@ class HTTPTarget:
             body["ignore_eos"] = True
         if self._chat:
             return body | {"messages": list(ask.messages)}
-        return body | {"prompt": "\n\n".join(message["content"] for message in ask.messages)}
+        return body | {"prompt": ask.text}
 
 
 def api_url(url: str) -> str:

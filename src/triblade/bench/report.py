@@ -22,7 +22,7 @@ FIGURES = {
     "num_preemptions": "preemptions",
     "acceptance_rate": "accepted share of drafted tokens",
     "mean_accepted_length": "tokens of a step with a draft",
-    "kv_transfer_bytes": "KV sent, bytes",
+    "kv_transfer_wire_bytes": "KV sent, bytes",
     "kv_transfer_seconds": "KV sent, seconds",
 }
 

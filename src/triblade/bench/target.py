@@ -22,7 +22,7 @@ COUNTERS = (
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
-    "kv_transfer_bytes_total",
+    "kv_transfer_wire_bytes_total",
     "kv_transfer_seconds_total",
 )
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -36,6 +36,11 @@ class Ask:
     max_tokens: int
     temperature: float
     ignore_eos: bool
+
+    @property
+    def text(self) -> str:
+        """The messages as one prompt, where no chat template is wanted."""
+        return "\n\n".join(message["content"] for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)

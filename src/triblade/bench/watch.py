@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from triblade.bench.accelerators import Accelerator, accelerators
+from triblade.bench.accelerators import MIB, Accelerator, accelerators
 from triblade.bench.target import COUNTERS, GAUGES, Target
 
 PERIOD_S = 0.5
-MIB = 1024 * 1024
 
 
 @dataclass(eq=False)
