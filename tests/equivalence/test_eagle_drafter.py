@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from eagle_heads import WINDOW, random_weights
+from eagle_heads import WINDOW, Spy, chain, random_weights
 from tiny import prompt
-from tiny_engine import open_tiny, plain_decoder, tiny_llm
-from torch.nn.functional import pad
+from tiny_engine import open_tiny, tiny_llm
 
 from triblade.llm import LLM, Completion
-from triblade.models.decoder import DenseAttend
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
-from triblade.spec.align.batches import target_hidden
-from triblade.spec.drafter import Draft, DraftItem
 from triblade.spec.eagle_drafter import EagleDrafter
-from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
+from triblade.spec.eagle_files import save_eagle, target_facts
 from triblade.spec.policy import FixedPolicy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -100,41 +94,6 @@ def drafter_of(llm: LLM) -> EagleDrafter:
     return llm.engine.speculator.drafter
 
 
-class Spy:
-    """Remembers what was proposed after which tokens."""
-
-    def __init__(self, drafter: EagleDrafter) -> None:
-        self._drafter = drafter
-        self.seen: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
-        drafts = self._drafter.propose(items)
-        pairs = zip(items, drafts, strict=True)
-        self.seen += [(list(i.request.token_ids), d.token_ids) for i, d in pairs if d.token_ids]
-        return drafts
-
-    def forget(self, request: Any) -> None:
-        self._drafter.forget(request)
-
-
-@torch.inference_mode()
-def chain(folder: Path, tokens: list[int], length: int) -> list[int]:
-    """Guesses from scratch: everything computed again for each."""
-    decoder = plain_decoder(model())
-    checkpoint = load_eagle(folder, model())
-    head = checkpoint.head(decoder.weights.embedding, decoder.backend, decoder.context_length)
-    hidden = target_hidden(decoder, torch.tensor([tokens]), checkpoint.inner_layers)[0]
-    states = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
-    guesses: list[int] = []
-    while len(guesses) < length:
-        ids = torch.tensor([*tokens, *guesses])
-        attend = DenseAttend(head.config, head.backend, len(ids))
-        own = head.forward(ids, states, torch.arange(len(ids)), attend)[-1:]
-        guesses += head.greedy(own).tolist()
-        states = torch.cat((states, pad(own, (0, states.shape[1] - own.shape[1]))))
-    return guesses
-
-
 @pytest.mark.parametrize("way", ["batched", "chunks of 5", "no prefix cache"])
 def test_guesses_are_those_of_a_chain_from_scratch(folder: Path, way: str) -> None:  # F17
     llm = with_head(folder, **WAYS[way])
@@ -144,7 +103,7 @@ def test_guesses_are_those_of_a_chain_from_scratch(folder: Path, way: str) -> No
         llm.generate([ids], GREEDY)
     assert len(spy.seen) > 10
     for tokens, guesses in spy.seen:
-        assert guesses == chain(folder, tokens, len(guesses))
+        assert guesses == chain(model(), folder, tokens, len(guesses))
 
 
 class Sometimes(FixedPolicy):
@@ -168,7 +127,7 @@ def test_the_head_catches_up_after_a_pause(folder: Path) -> None:
     llm.generate([prompts()[3]], params)
     assert len(spy.seen) >= 4
     for tokens, guesses in spy.seen:
-        assert guesses == chain(folder, tokens, len(guesses))
+        assert guesses == chain(model(), folder, tokens, len(guesses))
 
 
 def test_requests_that_leave_early_leave_nothing(folder: Path) -> None:

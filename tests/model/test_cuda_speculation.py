@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cuda_engines import cuda_llm, cuda_open
 from cuda_models import kernel_folder
-from eagle_heads import WINDOW, random_weights
+from eagle_heads import WINDOW, Spy, chain, random_weights
 from tiny import prompt
-from tiny_engine import plain_decoder
-from torch.nn.functional import pad
 
 from triblade.engine.cuda_eagle import CudaEagle
 from triblade.llm import LLM
-from triblade.models.decoder import DenseAttend
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
-from triblade.spec.align.batches import target_hidden
-from triblade.spec.drafter import Draft, DraftItem
-from triblade.spec.eagle_files import load_eagle, save_eagle, target_facts
+from triblade.spec.eagle_files import save_eagle, target_facts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 WAYS = {"greedy": GREEDY, "drawn": SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True)}
@@ -90,40 +83,6 @@ def test_self_draft_runs_on_the_kernels(
     assert llm.engine.load().speculation.num_draft_tokens > 0
 
 
-class Spy:
-    """Remembers what was proposed after which tokens."""
-
-    def __init__(self, drafter: Any) -> None:
-        self._drafter = drafter
-        self.seen: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
-        drafts: list[Draft] = self._drafter.propose(items)
-        pairs = zip(items, drafts, strict=True)
-        self.seen += [(list(i.request.token_ids), d.token_ids) for i, d in pairs if d.token_ids]
-        return drafts
-
-    def forget(self, request: Any) -> None:
-        self._drafter.forget(request)
-
-
-@torch.inference_mode()
-def chain(head: Path, tokens: list[int], length: int) -> list[int]:
-    """Guesses from scratch in float32: everything computed again for each."""
-    decoder = plain_decoder(model())
-    checkpoint = load_eagle(head, model())
-    module = checkpoint.head(decoder.weights.embedding, decoder.backend, decoder.context_length)
-    hidden = target_hidden(decoder, torch.tensor([tokens]), checkpoint.inner_layers)[0]
-    states = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
-    guesses: list[int] = []
-    while len(guesses) < length:
-        ids = torch.tensor([*tokens, *guesses])
-        own = module.forward(ids, states, torch.arange(len(ids)), DenseAttend(module.config, module.backend, len(ids)))
-        guesses += module.greedy(own[-1:]).tolist()
-        states = torch.cat((states, pad(own[-1:], (0, states.shape[1] - own.shape[1]))))
-    return guesses
-
-
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 20}], ids=["whole prompts", "chunks"])
 def test_eagle(
     options: dict[str, Any],
@@ -141,7 +100,7 @@ def test_eagle(
     assert answers(llm, GREEDY) == plain["greedy"]
     assert spy._drafter.num_requests == 0
     assert len(spy.seen) >= 15
-    equal = [guesses == chain(head, tokens, len(guesses)) for tokens, guesses in spy.seen]
+    equal = [guesses == chain(model(), head, tokens, len(guesses)) for tokens, guesses in spy.seen]
     assert sum(equal) >= 0.8 * len(equal)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 from tiny_engine import open_tiny, plain_decoder
 from torch import Tensor
+from torch.nn.functional import pad
 
+from triblade.models.decoder import DenseAttend
 from triblade.models.loader import OpenModel
 from triblade.ops.backend import Linear
 from triblade.ops.packing import QuantizedMatrix
 from triblade.quant.rtn import round_to_nearest
+from triblade.spec.align.batches import target_hidden
 from triblade.spec.align.unroll import Sequences
+from triblade.spec.drafter import Draft, DraftItem
 from triblade.spec.eagle import INNER_NORMS, NORMS, EagleHead, EagleWeights, head_config, matrix_shapes
+from triblade.spec.eagle_files import load_eagle
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 WINDOW = 8
@@ -52,3 +61,38 @@ def random_sequences(model: OpenModel, rows: int, length: int) -> Sequences:
     ids: Tensor = torch.randint(0, model.config.vocab_size, (rows, length), generator=generator)
     hidden = torch.randn(rows, length, 2 * model.config.hidden_size, generator=generator)
     return Sequences(ids=ids, hidden=hidden, first=torch.full((rows,), 2), lengths=torch.full((rows,), length))
+
+
+class Spy:
+    """A drafter that remembers what was proposed after which tokens."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+        drafts: list[Draft] = self._drafter.propose(items)
+        pairs = zip(items, drafts, strict=True)
+        self.seen += [(list(i.request.token_ids), d.token_ids) for i, d in pairs if d.token_ids]
+        return drafts
+
+    def forget(self, request: Any) -> None:
+        self._drafter.forget(request)
+
+
+@torch.inference_mode()
+def chain(model: OpenModel, folder: Path, tokens: list[int], length: int) -> list[int]:
+    """Guesses of a head from scratch in float32: everything computed again for each."""
+    decoder = plain_decoder(model)
+    checkpoint = load_eagle(folder, model)
+    head = checkpoint.head(decoder.weights.embedding, decoder.backend, decoder.context_length)
+    hidden = target_hidden(decoder, torch.tensor([tokens]), checkpoint.inner_layers)[0]
+    states = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
+    guesses: list[int] = []
+    while len(guesses) < length:
+        ids = torch.tensor([*tokens, *guesses])
+        attend = DenseAttend(head.config, head.backend, len(ids))
+        own = head.forward(ids, states, torch.arange(len(ids)), attend)[-1:]
+        guesses += head.greedy(own).tolist()
+        states = torch.cat((states, pad(own, (0, states.shape[1] - own.shape[1]))))
+    return guesses
