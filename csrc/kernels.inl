@@ -199,23 +199,29 @@ void embed(const Matrix& table, const int32_t* ids, float scale, int columns, Sh
 
 // ---- linear -----------------------------------------------------------------------------------------------------------------
 
+// Weights of one block as 8 bits each. `kLines` of 64 bytes hold 8 inputs; a product with at least `kAheadTokens` tokens asks for the
+// next block's lines, see `integer_tile`.
 struct Nibbles {  // int4 as stored
-  static constexpr int kZero = 8;
+  static constexpr int kZero = 8, kLines = 1, kAheadTokens = 1;
   template <class Use> static inline const uint8_t* next8(const uint8_t* w, Use use) {
     const B both = load_bytes(w);
     use(low_nibbles(both), high_nibbles(both));
     return w + 64;
   }
 };
-template <int Zero> struct Bytes {  // int8, or int4 unpacked to bytes
-  static constexpr int kZero = Zero;
+template <int Zero, int AheadTokens> struct Bytes {
+  static constexpr int kZero = Zero, kLines = 2, kAheadTokens = AheadTokens;
   template <class Use> static inline const uint8_t* next8(const uint8_t* w, Use use) {
     use(load_bytes(w), load_bytes(w + 64));
     return w + 128;
   }
 };
+using StoredBytes = Bytes<128, 2>;  // int8; a single token reads 7 % faster if the processor looks ahead by itself
+using UnpackedNibbles = Bytes<8, std::numeric_limits<int>::max()>;  // in scratch, so always near
 
-// M tokens times one block: out[m] = 16 rows.
+// M tokens times one block: out[m] = 16 rows. The first tokens ask for the next block while they multiply this one: with a few tokens
+// the processor is too busy to see enough lines coming, and its own prefetching starts anew at every page, so that reading and
+// multiplying would take turns. Behind a member's last block lie another's, read in vain; a farther target is not worth an argument.
 template <int M, class Source, bool kAffine>
 inline void integer_tile(const Matrix& matrix, int block, const uint8_t* w, const Activations& x, int t, F* out) {
   const int inputs = matrix.inputs, groups = matrix.groups(), group = matrix.group;
@@ -224,12 +230,16 @@ inline void integer_tile(const Matrix& matrix, int block, const uint8_t* w, cons
   const int8_t* codes = x.codes + static_cast<int64_t>(t) * inputs;
   const float* x_scales = x.scales + static_cast<int64_t>(t) * groups;
   const int32_t* x_sums = x.sums + static_cast<int64_t>(t) * groups;
+  const bool asks = M >= Source::kAheadTokens;
+  const int64_t ahead = t == 0 ? static_cast<int64_t>(inputs) / 8 * Source::kLines * 64 : 0;  // later tokens read the same lines again
   for (int m = 0; m < M; m++) out[m] = zero();
   for (int g = 0; g < groups; g++) {
     I total[M];
     for (int m = 0; m < M; m++) total[m] = set_int(kAffine ? 0 : -Source::kZero * x_sums[m * groups + g]);
     const int8_t* input = codes + g * group;
+    if (asks) prefetch(scales + (groups + g) * kTile);
     for (int k = 0; k < group; k += 8, input += 8) {
+      for (int line = 0; asks && line < Source::kLines; line++) prefetch(w + ahead + line * 64);
       w = Source::next8(w, [&](const B& first, const B& second) {
         for (int m = 0; m < M; m++) {
           const int8_t* x8 = input + static_cast<int64_t>(m) * inputs;
@@ -271,16 +281,16 @@ inline void block_tile(const Matrix& matrix, int block, const uint8_t* unpacked,
   switch (matrix.format) {
     case Format::kInt4:
       if (unpacked) {
-        matrix.offsets ? integer_tile<M, Bytes<8>, true>(matrix, block, unpacked, x, t, out)
-                       : integer_tile<M, Bytes<8>, false>(matrix, block, unpacked, x, t, out);
+        matrix.offsets ? integer_tile<M, UnpackedNibbles, true>(matrix, block, unpacked, x, t, out)
+                       : integer_tile<M, UnpackedNibbles, false>(matrix, block, unpacked, x, t, out);
       } else {
         matrix.offsets ? integer_tile<M, Nibbles, true>(matrix, block, w, x, t, out)
                        : integer_tile<M, Nibbles, false>(matrix, block, w, x, t, out);
       }
       break;
     case Format::kInt8:
-      matrix.offsets ? integer_tile<M, Bytes<128>, true>(matrix, block, w, x, t, out)
-                     : integer_tile<M, Bytes<128>, false>(matrix, block, w, x, t, out);
+      matrix.offsets ? integer_tile<M, StoredBytes, true>(matrix, block, w, x, t, out)
+                     : integer_tile<M, StoredBytes, false>(matrix, block, w, x, t, out);
       break;
     case Format::kBf16: bf16_tile<M>(matrix, w, x, t, out); break;
     case Format::kFp32: fp32_tile<M>(matrix, w, x, t, out); break;
