@@ -10,18 +10,25 @@ from triblade.engine.block_pool import BlockPool, hash_block
 from triblade.errors import MemoryBudgetError
 
 
-def test_blocks_are_taken_least_recently_used_first() -> None:
+def test_blocks_that_cache_nothing_are_taken_first_and_the_last_one_freed_before_the_others() -> None:
+    pool = BlockPool(6)
+    older, cached, newer = pool.allocate(1), pool.allocate(1), pool.allocate(2)
+    pool.publish(cached[0], [1], None)
+    for blocks in (older, cached, newer):
+        pool.release(blocks)
+    assert pool.allocate(5) == [*newer, *older, 4, 5]
+    assert pool.match([1], 1, most=1), "what is cached stays while there is anything else"
+
+
+def test_cached_blocks_are_taken_least_recently_used_first_and_the_end_of_a_sequence_before_its_beginning() -> None:
     pool = BlockPool(4)
-    first = pool.allocate(2)
+    first, second = pool.allocate(2), pool.allocate(2)
+    for number, blocks in enumerate((first, second)):
+        parent = pool.publish(blocks[0], [number], None)
+        pool.publish(blocks[1], [number], parent)
+    pool.release(second)
     pool.release(first)
-    assert pool.allocate(3) == [2, 3, first[1]]
-
-
-def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
-    pool = BlockPool(3)
-    blocks = pool.allocate(3)
-    pool.release(blocks)
-    assert pool.allocate(1) == [blocks[-1]]
+    assert pool.allocate(4) == [*reversed(second), *reversed(first)]
 
 
 def test_too_many_blocks_take_nothing() -> None:

@@ -4,11 +4,14 @@ Knows ids, reference counts and tokens; no tensor, no request. Invariants, prove
 never both; a cached block is the answer to exactly one prefix; free + used = total.
 
 Life of a block: allocated (private, being filled) -> published (full and computed: others may share it) -> free but still cached
-(reference count 0, at the recent end of the free list) -> reassigned (its prefix is forgotten first).
+(reference count 0, at the recent end of the free list) -> reassigned (its prefix is forgotten first). A free block that caches
+nothing is reassigned before those, the last one freed first: the processor still has it near, and memory of the pool that was
+never needed stays untouched.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,7 +52,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._hash = hash_function
         self._references = [0] * num_blocks
-        self._free: dict[int, None] = dict.fromkeys(range(num_blocks))  # insertion order: least recently used first
+        self._free = OrderedDict.fromkeys(range(num_blocks))  # in the order in which they are taken
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._next_uid = ROOT.uid + 1
@@ -60,7 +63,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, least recently used first; what they cached is forgotten.
+        """Take `count` blocks, those that cache nothing first, then the least recently used; what they cached is forgotten.
 
         Raises:
             MemoryBudgetError: fewer are free; nothing is taken.
@@ -96,6 +99,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
+                self._free.move_to_end(block, last=block in self._by_block)
 
     def publish(self, block: int, tokens: Sequence[int], parent: CachedBlock | None) -> CachedBlock:
         """Make a full, computed block findable; `parent` is the publication of the block before it.
