@@ -5,7 +5,8 @@
 //
 // It prints one JSON line: read bandwidth, and tokens per second at several numbers of tokens with a 4-bit and with an 8-bit head.
 // No attention, norms, activations or sampling: a floor for the time of a step, which no engine with the same weights gets below.
-// Needs AVX-512 VNNI. Weights are random; a line of 64 bytes holds four inputs of sixteen rows, nibbles two such lines.
+// Needs AVX-512 VNNI. Weights are random; a line of 64 bytes holds four inputs of sixteen rows, nibbles two such lines. The next
+// sixteen rows are asked for while these are multiplied, and more than kTile tokens go in turns: what is fastest here.
 #include <immintrin.h>
 #include <omp.h>
 
@@ -19,7 +20,7 @@
 
 namespace {
 
-constexpr int kRows = 16, kGroup = 64, kRepeats = 8, kRounds = 4, kMaxTokens = 16;
+constexpr int kRows = 16, kGroup = 64, kRepeats = 8, kRounds = 4, kMaxTokens = 16, kTile = 8;
 constexpr size_t kBandwidthBytes = size_t{512} << 20;
 
 struct Free {
@@ -56,10 +57,12 @@ inline __m512i dot(__m512i total, __m512i weights, const int8_t* four) {
   return _mm512_dpbusd_epi32(total, weights, _mm512_set1_epi32(packed));
 }
 
-// Sixteen rows times M tokens: sum over groups of w_scale * x_scale * (codes . x - zero * sum(x)).
-template <int M, int kBits> void multiply(const Weights& w, const Inputs& x, int block, float* out) {
+// Sixteen rows times M tokens from `first_token` on: sum over groups of w_scale * x_scale * (codes . x - zero * sum(x)).
+template <int M, int kBits> void multiply(const Weights& w, const Inputs& x, int block, int first_token, float* out) {
   const int groups = w.inputs / kGroup;
-  const uint8_t* line = w.codes.get() + size_t(block) * kRows * w.inputs * kBits / 8;
+  const size_t bytes = size_t(kRows) * w.inputs * kBits / 8;
+  const uint8_t* line = w.codes.get() + block * bytes;
+  const bool asks = first_token == 0 && (kBits == 4 || M > 1);  // 8 bits at one token: the processor looks ahead better by itself
   const float* scales = w.scales.get() + size_t(block) * groups * kRows;
   const float* zeros = scales + size_t(w.rows) * groups;
   const __m512i low = _mm512_set1_epi8(15);
@@ -69,6 +72,7 @@ template <int M, int kBits> void multiply(const Weights& w, const Inputs& x, int
     __m512i total[M];
     for (auto& t : total) t = _mm512_setzero_si512();
     for (int k = g * kGroup; k < (g + 1) * kGroup; k += 8) {
+      for (int bit = 0; asks && bit < kBits; bit += 4) _mm_prefetch(reinterpret_cast<const char*>(line + bytes + bit * 16), _MM_HINT_T1);
       __m512i first = _mm512_load_si512(line), second;
       if (kBits == 4) {
         second = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
@@ -79,25 +83,32 @@ template <int M, int kBits> void multiply(const Weights& w, const Inputs& x, int
         line += 128;
       }
       for (int m = 0; m < M; m++) {
-        const int8_t* input = x.codes.get() + size_t(m) * w.inputs + k;
+        const int8_t* input = x.codes.get() + size_t(first_token + m) * w.inputs + k;
         total[m] = dot(dot(total[m], first, input), second, input + 4);
       }
     }
     const __m512 scale = _mm512_load_ps(scales + g * kRows), zero = _mm512_load_ps(zeros + g * kRows);
     for (int m = 0; m < M; m++) {
-      const __m512 sum = _mm512_set1_ps(x.sums[m * groups + g]), both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[m * groups + g]));
+      const int at = (first_token + m) * groups + g;
+      const __m512 sum = _mm512_set1_ps(x.sums[at]), both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[at]));
       result[m] = _mm512_fmadd_ps(_mm512_fnmadd_ps(zero, sum, _mm512_cvtepi32_ps(total[m])), both, result[m]);
     }
   }
-  for (int m = 0; m < M; m++) _mm512_storeu_ps(out + size_t(m) * w.rows + block * kRows, result[m]);
+  for (int m = 0; m < M; m++) _mm512_storeu_ps(out + size_t(first_token + m) * w.rows + block * kRows, result[m]);
+}
+
+template <int M, int kBits> void multiply_all(const Weights& w, const Inputs& x, int block, float* out) {
+  constexpr int kTogether = std::min(M, kTile);
+  static_assert(M % kTogether == 0);
+  for (int token = 0; token < M; token += kTogether) multiply<kTogether, kBits>(w, x, block, token, out);
 }
 
 template <int M> double step_seconds(const std::vector<Weights>& body, const Weights& head, const Inputs& x, float* out) {
   auto all = [&](const Weights& w) {
 #pragma omp for schedule(static)
     for (int block = 0; block < w.rows / kRows; block++) {
-      if (w.bits == 4) multiply<M, 4>(w, x, block, out);
-      else multiply<M, 8>(w, x, block, out);
+      if (w.bits == 4) multiply_all<M, 4>(w, x, block, out);
+      else multiply_all<M, 8>(w, x, block, out);
     }
   };
   double best = 1e9;
