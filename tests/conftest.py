@@ -24,6 +24,7 @@ collect_ignore += [] if which("g++") else list(EMULATED)
 
 # What needs a GPU runs where one is, with a CUDA build of torch (which brings cuda-bindings along).
 collect_ignore += [] if which("nvidia-smi") and find_spec("cuda") else ["gpu"]
+collect_ignore += [] if find_spec("flash_attn") or find_spec("flashinfer") else ["gpu/test_gpu_packages.py"]
 
 # A machine that does other work must not fail a test for being slow.
 settings.register_profile("patient", deadline=None)
