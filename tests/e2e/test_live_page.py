@@ -5,27 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import replace
 
 import pytest
-from fake_client import FakeClient
+from busy_server import PLAN, BusyClient
 from live_server import live_server
 
-from triblade.config import EngineConfig, Figure, Plan, WeightPlan, Workload
-from triblade.engine.client import EngineLoad
-from triblade.engine.transfers import TransferCounts
 from triblade.serve.drift import WINDOW_REQUESTS
 from triblade.serve.live import MEDIA_TYPES
-from triblade.spec.record import SpeculationCounts
-
-PLAN = Plan(
-    hardware="here",
-    decode=EngineConfig(model="fake"),
-    weights=WeightPlan(scheme="int4"),
-    workload=Workload(name="chat", prompt_tokens=4000, output_tokens=13, concurrency=1),
-    prediction=(Figure(name="tpot", value=1e6, unit="ms", label="predicted"),),
-    reasons=("because",),
-)
 
 
 def test_every_file_that_the_page_names_is_served_and_nothing_comes_from_elsewhere() -> None:
@@ -43,15 +29,6 @@ def test_every_file_that_the_page_names_is_served_and_nothing_comes_from_elsewhe
         assert set(outside) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
         assert live.get("/live/../app.py").status_code == 404
         assert live.get("/live/absent.js").status_code == 404
-
-
-class BusyClient(FakeClient):
-    """A drafter and a prefill worker, so that every metric exists."""
-
-    def load(self) -> EngineLoad:
-        counts = SpeculationCounts()
-        counts.add(drafted=2, accepted=1)
-        return replace(super().load(), speculation=counts, transfers=TransferCounts(num_prefill_workers=1))
 
 
 def test_the_page_reads_metrics_by_names_that_exist() -> None:
