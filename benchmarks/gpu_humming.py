@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_kernels import CACHE_BYTES, PRODUCTS, Bench, Product, time_us
+from gpu_models import shape
 from torch import Tensor
 
+from gpu import Model, compute, generate, request
+from triblade.engine.linear_choice import OWN, choose_products
+from triblade.ops.cuda.humming import HummingProducts
 from triblade.ops.cuda.packing import DeviceMatrix, pack_codes, unpack
 from triblade.ops.packing import QuantizedMatrix
 
 GROUP = 128
-NIBBLES = 8  # of a 32-bit number
+PROMPT, NEW, CHUNK = 512, 48, 200
 
 
 def random_codes(product: Product, memory: torch.device) -> QuantizedMatrix:
@@ -36,27 +39,6 @@ def random_codes(product: Product, memory: torch.device) -> QuantizedMatrix:
     return QuantizedMatrix(codes=codes, scales=scales.bfloat16().half(), offsets=None, bits=4)
 
 
-def their_layer(matrix: QuantizedMatrix) -> Any:
-    """The same matrix for humming, which keeps eight codes in a number, the first one lowest."""
-    rows, inputs = matrix.codes.shape
-    layer = (
-        import_module("humming.layer")
-        .HummingLayer(
-            shape_n=rows,
-            shape_k=inputs,
-            weight_config={"dtype": "int4", "group_size": GROUP},
-            torch_dtype=torch.bfloat16,
-        )
-        .cuda()
-    )
-    shifts = 4 * torch.arange(NIBBLES, device=matrix.codes.device)
-    numbers = (matrix.codes.view(rows, -1, NIBBLES).long() << shifts).sum(-1)
-    packed = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
-    layer.load_from_tensors({"weight": packed, "weight_scale": matrix.scales.bfloat16()})
-    layer.transform()
-    return layer
-
-
 def ours_us(bench: Bench, copies: list[DeviceMatrix], x: Tensor, out: Tensor) -> float:
     """Of our product, as the engine computes it."""
     inputs = bench.linear.inputs(len(x), x.shape[1])
@@ -64,14 +46,15 @@ def ours_us(bench: Bench, copies: list[DeviceMatrix], x: Tensor, out: Tensor) ->
     return time_us(lambda n: bench.linear.multiply(inputs, copies[n % len(copies)], out))
 
 
-def row(bench: Bench, product: Product, ours: list[DeviceMatrix], theirs: list[Any], tokens: int) -> dict[str, Any]:
+def row(
+    bench: Bench, product: Product, ours: list[DeviceMatrix], theirs: HummingProducts, tokens: int
+) -> dict[str, Any]:
     """Times and errors of one size."""
     memory = bench.memory
     x = torch.randn(tokens, product.inputs, device=memory).bfloat16()
     out = torch.empty(tokens, product.rows // (2 if product.is_gated else 1), device=memory, dtype=x.dtype)
-    full = torch.empty(tokens, product.rows, device=memory, dtype=x.dtype)
     begun = time.perf_counter()
-    theirs[0](x, outputs=full)
+    full = theirs.multiply(x, ours[0])
     torch.cuda.synchronize()
     first_s = time.perf_counter() - begun
     expected = F.linear(x.float(), unpack(ours[0]))
@@ -80,7 +63,7 @@ def row(bench: Bench, product: Product, ours: list[DeviceMatrix], theirs: list[A
         "product": product.name,
         "tokens": tokens,
         "ours_us": ours_us(bench, ours, x, out),
-        "humming_us": time_us(lambda n: theirs[n % len(theirs)](x, outputs=full)),
+        "humming_us": time_us(lambda n: theirs.multiply(x, ours[n % len(ours)])),
         "humming_error": error,
         "humming_first_s": first_s,
     }
@@ -92,27 +75,51 @@ def row(bench: Bench, product: Product, ours: list[DeviceMatrix], theirs: list[A
     return found
 
 
+def engine(batches: list[int]) -> list[dict[str, Any]]:
+    """Decoding by the whole engine, and logits of a chunk, with and without the package."""
+    rows, logits = list[dict[str, Any]](), list[Tensor]()
+    for name in (OWN, "humming"):
+        torch.manual_seed(0)
+        model = Model(shape("qwen2-7b"), "w4", max(batches), PROMPT + NEW)
+        choose_products(name, model.executor)
+        logits.append(compute(model.executor, [request(0, list(range(10, 10 + CHUNK)), 40)], CHUNK))
+        error = float((logits[-1] - logits[0]).norm() / logits[0].norm())
+        for batch in batches:
+            figures = [generate(model, batch, PROMPT, NEW) for _ in range(2)][1]
+            rows.append({"linear": name, "batch": batch, "logits_error": error, **figures})
+            print(
+                f"{name:8} B={batch:3}: decoding {figures['decode_tokens_per_s']:8,.0f} tok/s, "
+                f"prompts {figures['prefill_tokens_per_s']:8,.0f}; logits off by {error:.1e}",
+                flush=True,
+            )
+    return rows
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64, 128, 256, 512, 2048])
-    parser.add_argument("--only", nargs="+", default=["qkv", "output", "gate_up", "down"])
+    parser.add_argument("--only", nargs="*", default=["qkv", "output", "gate_up", "down"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[128], help="of the whole engine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    bench, rows = Bench(), []
-    results = {"gpu": torch.cuda.get_device_name(), "humming": version("humming-kernels"), "rows": rows}
+    bench, rows = Bench(), list[dict[str, Any]]()
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "humming": version("humming-kernels"), "rows": rows}
     for product in (p for p in PRODUCTS if p.name in options.only):
-        ours, theirs = list[DeviceMatrix](), list[Any]()
+        ours = list[DeviceMatrix]()
         while sum(m.nbytes for m in ours) < CACHE_BYTES:
-            matrix = random_codes(product, bench.memory)
-            ours.append(pack_codes(matrix, torch.bfloat16, is_gated=product.is_gated))
-            theirs.append(their_layer(matrix))
+            codes = random_codes(product, bench.memory)
+            ours.append(pack_codes(codes, torch.bfloat16, is_gated=product.is_gated))
+        theirs = HummingProducts(ours, torch.bfloat16)
         bench.linear.reserve(ours[:1])
         for tokens in options.tokens:
             rows.append(row(bench, product, ours, theirs, tokens))
             if options.out is not None:
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
+    results["engine"] = engine(options.batches) if options.batches else []
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

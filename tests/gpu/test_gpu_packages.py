@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_models import config_of, cuda_tiny
-from gpu_answers import LENGTHS, NEAR_TIE, outputs, preference
+from gpu_answers import LENGTHS, outputs, preference
 from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits
 from tiny import TinyModel, prompt
@@ -18,8 +18,9 @@ from triblade.engine.attention_choice import choose_attention
 from triblade.engine.cuda import CudaExecutor
 from triblade.registry import ATTENTION_BACKENDS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the packages' own
 PACKAGES = [name for name in ("flash_attn", "flashinfer") if find_spec(name)]
+ROUNDINGS = 6  # that two tokens' difference may be off: four deviations of a difference of two numbers
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "max_position_embeddings": 320}
 
 
@@ -53,9 +54,12 @@ def test_every_family(name: str, family: str, length: int) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.parametrize("count", [1, 20])
 def test_tokens_are_those_of_our_kernels(name: str, count: int) -> None:
-    """Up to the first near tie."""
+    """Up to the first near tie, as wide as roundings of this model make it."""
     model = cuda_tiny("qwen2", **SIZES)
+    judge, ids = gpu_reference(model, torch.float32), prompt(60)
+    expected, rounded = (all_logits(executor, ids) for executor in (judge, gpu_reference(model, torch.bfloat16)))
+    tie = ROUNDINGS * float((rounded - expected).std() / expected.std(-1).mean())
     ours, theirs = outputs(gpu_executor(model), count), outputs(with_package(name, model), count)
     prompts = [prompt(length, seed=n) for n, length in enumerate(LENGTHS[:count])]
-    judge = gpu_reference(model, torch.float32)
-    assert max(preference(judge, a, b, ids) for a, b, ids in zip(ours, theirs, prompts, strict=True)) < NEAR_TIE
+    apart = [preference(judge, a, b, tokens) for a, b, tokens in zip(ours, theirs, prompts, strict=True)]
+    assert max(apart) < tie
