@@ -1,8 +1,8 @@
 """Products by `humming-kernels`, which compiles kernels for quantized weights: where it is faster than ours.
 
-`humming_sm90.json` holds those matrices and numbers of tokens, as `benchmarks/gpu_humming.py` measured them on an H200; no other matrix is given to it. It keeps a
-copy of the weights in its own order, since fewer tokens stay with our kernels. Knows no model. Invariant: only symmetric codes of 4
-bits are taken.
+`humming_sm90.json` holds matrices and numbers of tokens that `benchmarks/gpu_humming.py` found it faster at on an H200; nothing
+else is given to it. It keeps a copy of the weights in its own order, since fewer tokens stay with our kernels. Knows no model.
+Invariant: only symmetric codes of 4 bits are taken.
 """
 
 from __future__ import annotations
