@@ -10,6 +10,7 @@ generate yields. If the caller stops listening, an abort goes through the same i
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
@@ -74,7 +75,11 @@ class LocalClient(EngineClient):
     @classmethod
     def start(cls, config: EngineConfig) -> LocalClient:
         """Load the model (seconds) and start the engine's thread. Call it in a worker thread from asynchronous code."""
-        return cls(build_engine(config))
+        engine = build_engine(config)
+        # What loading made stays; the collector would look through all of it now and then, for 100 ms in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        return cls(engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
