@@ -21,10 +21,6 @@ class Layer:
         self._weight: Tensor | None = None
         self.is_ready = False
 
-    def to(self, device: torch.device) -> Layer:
-        assert isinstance(device, torch.device)
-        return self
-
     def load_from_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         rows, inputs = self._shape
         packed, scales = tensors["weight"], tensors["weight_scale"]

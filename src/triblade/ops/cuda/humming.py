@@ -59,17 +59,10 @@ class HummingProducts:
         return out
 
     def _layer(self, matrix: DeviceMatrix) -> Any:
-        device = matrix.codes.device
-        layer = (
-            import_module("humming.layer")
-            .HummingLayer(
-                shape_n=matrix.rows,
-                shape_k=matrix.inputs,
-                weight_config={"dtype": f"int{BITS}", "group_size": matrix.group},
-                torch_dtype=self._dtype,
-            )
-            .to(device)
-        )
+        make = import_module("humming.layer").HummingLayer
+        config = {"dtype": f"int{BITS}", "group_size": matrix.group}
+        with matrix.codes.device:  # where it makes room for weights
+            layer = make(shape_n=matrix.rows, shape_k=matrix.inputs, weight_config=config, torch_dtype=self._dtype)
         found = unpack_codes(matrix)
         layer.load_from_tensors({"weight": packed_numbers(found.codes), "weight_scale": found.scales.to(self._dtype)})
         layer.transform()
