@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
-from triblade.ops.cuda.humming import HummingProducts
-from triblade.ops.cuda.packing import unpack
+from triblade.ops.cuda.humming import HummingProducts, token_range
+from triblade.ops.cuda.packing import DENSE_BITS, unpack
 from triblade.registry import LINEAR_BACKENDS
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,14 @@ def _made(wanted: str, executor: StepExecutor) -> tuple[HummingProducts | None, 
     reason = kind.why_not(executor.capability)
     if reason is not None:
         return None, reason
-    products = kind(executor.matrices(), executor.dtype)
-    if not products.matrices:
-        return None, "it was not measured to be faster for any matrix of this model"
+    packed = [matrix for matrix in executor.matrices() if matrix.bits != DENSE_BITS]
+    # Steps that it takes part in leave our kernels altogether, so it must be the faster one for all of them.
+    strange = sum(token_range(matrix) is None for matrix in packed)
+    if strange:
+        return None, f"it was not measured to be faster for {strange} of the model's {len(packed)} packed matrices"
+    if not packed:
+        return None, "the model has no packed matrices"
+    products = kind(packed, executor.dtype)
     off = _error(products, executor.dtype)
     return (products, "") if off < TRIAL_ERROR else (None, f"it computes something else (off by {off:.1%})")
 
