@@ -163,6 +163,7 @@ class LocalClient(EngineClient):
         """End the thread after the current step; open streams end with an error."""
         self._inbox.put(None)
         self._thread.join()
+        gc.unfreeze()  # the engine may go now
 
     def _run(self) -> None:
         """The engine's thread."""
