@@ -131,7 +131,9 @@ def _weight_bytes(config: EngineConfig, model: OpenModel, kernels: Kernels) -> i
     if kernels == "reference":
         return model.weight_bytes
     count = packed_bytes if kernels == "native" else device_bytes
-    copies = 2 if kernels == "cuda" and config.linear_backend != OWN_PRODUCTS else 1  # at most: some are left alone
+    copies = (
+        2 if kernels == "cuda" and config.linear_backend != OWN_PRODUCTS else 1
+    )  # at most: dense ones are not copied
     return copies * count(model.checkpoint, model.config, model.dtype, config.quantization)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from triblade.ops.cuda.packing import DeviceMatrix, unpack_codes
 
-NIBBLES = 8  # codes of a 32-bit number, the first one lowest
 BITS = 4
 CAPABILITY = (9, 0)  # of the devices that it was measured on
 
@@ -70,7 +69,7 @@ class HummingProducts:
 
 
 def packed_numbers(codes: Tensor) -> Tensor:
-    """Codes [N, in] uint8 as [N, in / 8] int32."""
+    """Codes [N, in] uint8 as [N, in / 8] int32, the first of eight lowest."""
     low, high = codes.view(*codes.shape[:-1], -1, 2).unbind(-1)
     return (low | high << BITS).contiguous().view(torch.int32)
 

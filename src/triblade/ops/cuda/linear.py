@@ -233,9 +233,9 @@ class LinearKernels:
         if matrix.is_gated:
             self.gate(found if matrix.bias is None else found + matrix.bias, out, activation)
             return
-        parts = [part for part in (matrix.bias, residual) if part is not None]
-        for part in parts:
-            found += part
+        for part in (matrix.bias, residual):
+            if part is not None:
+                found += part
         out.copy_(found)
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
