@@ -59,20 +59,20 @@ def row(
     first_s = time.perf_counter() - begun
     expected = F.linear(x.float(), unpack(ours[0]))
     error = float((full.float() - expected).norm() / expected.norm())
-    found = {
+    us = ours_us(bench, ours, x, out), time_us(lambda n: theirs.multiply(x, ours[n % len(ours)]))
+    print(
+        f"{product.name:8} M={tokens:5}: ours {us[0]:8.2f} us, humming {us[1]:8.2f} us ({us[0] / us[1]:.2f}x), "
+        f"its error {error:.1e}, first call {first_s:.1f} s",
+        flush=True,
+    )
+    return {
         "product": product.name,
         "tokens": tokens,
-        "ours_us": ours_us(bench, ours, x, out),
-        "humming_us": time_us(lambda n: theirs.multiply(x, ours[n % len(ours)])),
+        "ours_us": us[0],
+        "humming_us": us[1],
         "humming_error": error,
         "humming_first_s": first_s,
     }
-    print(
-        f"{product.name:8} M={tokens:5}: ours {found['ours_us']:8.2f} us, humming {found['humming_us']:8.2f} us "
-        f"({found['ours_us'] / found['humming_us']:.2f}x), its error {error:.1e}, first call {first_s:.1f} s",
-        flush=True,
-    )
-    return found
 
 
 def engine(batches: list[int]) -> list[dict[str, Any]]:
