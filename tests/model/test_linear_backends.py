@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from array import array
 from typing import Any
 
 import humming_package
 import pytest
 import torch
 from cuda_models import config_of, cuda_executor, cuda_tiny, kernel_folder, relative
-from native_models import SEQUENCE_BLOCKS, sequence
+from native_models import sequence
 from tiny import prompt
 
 from triblade.engine.linear_choice import choose_products
@@ -68,8 +67,6 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def step_logits(executor: Any, size: int) -> torch.Tensor:
     """Of the last tokens of a step with `size` tokens of each of some sequences."""
     requests = [sequence(number, prompt(size, seed=number)) for number in range(COUNT)]
-    for number, request in enumerate(requests):
-        request.block_table = array("i", range(number * SEQUENCE_BLOCKS, (number + 1) * SEQUENCE_BLOCKS))
     executor.forward([ScheduledRequest.next(request, size) for request in requests])
     logits = executor.score([size * (n + 1) - 1 for n in range(COUNT)], with_logits=True).logits
     assert isinstance(logits, torch.Tensor)
