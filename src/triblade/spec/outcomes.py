@@ -32,6 +32,11 @@ class Verified(NamedTuple):
         """Tokens that the drafter computed: those it offered, and the one behind them of which it was too unsure."""
         return min(self.asked, self.proposed + 1)
 
+    @property
+    def judged(self) -> int:
+        """Tokens that were right or wrong, the first wrong one and those behind it included."""
+        return self.accepted if self.is_last else self.proposed
+
 
 class StepRecord(NamedTuple):
     """One step: its decoding requests, its rows, and its times."""
