@@ -180,7 +180,7 @@ class Speculator:
             self._asked[item.request.number] = item.length
 
     def _observe_rest(self, results: list[StepResult], items: list[DraftItem], drafts: list[Draft]) -> None:
-        """Tell the naps. One request gains a lot from a drafter that speaks up rarely; many, which gave it as many more chances, do not."""
+        """Tell the naps. Few requests wait for a drafter that is silent for long; of many, somebody would have got a draft."""
         num_decoding = sum(result.item.samples for result in results)
         if num_decoding >= FEW_REQUESTS:
             self._naps.observe(wants_drafts=any(draft.token_ids for draft in drafts))
