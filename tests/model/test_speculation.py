@@ -82,7 +82,7 @@ class TimedPolicy(AdaptivePolicy):
 
     def observe(self, record: StepRecord) -> None:
         drafted = max((outcome.asked for outcome in record.verified), default=0)
-        super().observe(replace(record, target_s=cpu_like_s(record.rows), draft_s=0.06 * drafted))
+        super().observe(record._replace(target_s=cpu_like_s(record.rows), draft_s=0.06 * drafted))
 
 
 @pytest.mark.parametrize(("wrong", "is_on"), [(1.0, False), (0.1, True)])
