@@ -169,18 +169,23 @@ class Speculator:
             self._draft_s = None
             return
         items = self._items(results)
-        num_decoding = sum(result.item.samples for result in results)
-        if num_decoding:
-            naps = self._few_naps if num_decoding < FEW_REQUESTS else self._naps
-            naps.observe(wants_drafts=any(item.length for item in items))
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
         self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None
+        self._observe_rest(results, items, drafts)
         for item, draft in zip(items, drafts, strict=True):
             assert len(draft.token_ids) <= item.length, "a draft is longer than asked for"
             assert isinstance(item.request, Request)
             item.request.propose(_possible(item.request, draft), draft.weights)
             self._asked[item.request.number] = item.length
+
+    def _observe_rest(self, results: list[StepResult], items: list[DraftItem], drafts: list[Draft]) -> None:
+        """Tell the naps. Few requests wait for a drafter that is silent for long; of many, somebody would have got a draft."""
+        num_decoding = sum(result.item.samples for result in results)
+        if num_decoding >= FEW_REQUESTS:
+            self._naps.observe(wants_drafts=any(draft.token_ids for draft in drafts))
+        elif num_decoding:
+            self._few_naps.observe(wants_drafts=any(item.length for item in items))
 
     def _items(self, results: list[StepResult]) -> list[DraftItem]:
         """Lengths as the policy wants them, as far as budget and blocks go; 0 within a prompt."""

@@ -5,14 +5,14 @@ row, `engine.runner` for a run of them). Knows no scheduler and no target; what 
 
 What is known at a call: a request that decodes has tokens [0, stop], of which the newest has no KV yet; in a chunk of a prompt the
 tokens beyond `stop` are known too. A preempted request comes back with a smaller `start`; a cached prefix lets it jump ahead.
+Items and drafts are named tuples for the same reason as `spec.outcomes`.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,8 +31,7 @@ class DraftState(Protocol):
     block_table: array[int]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftItem:
+class DraftItem(NamedTuple):
     """A request after a step.
 
     Attributes:
@@ -50,8 +49,7 @@ class DraftItem:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A proposed continuation, at most as long as asked for.
 
     Attributes:
