@@ -170,7 +170,7 @@ def repairs(verdict: Verdict, point: Point, space: Space, *, can_smooth: bool) -
         found.append((replace(point, remote_prefill_tokens=512), "only long prompts for the prefill worker"))
     else:
         scheme = {"int3": "int4", "int4": "int8"}.get(point.weights)
-        found += [(replace(point, weights=scheme), "more bits")] if scheme in space.choices["weights"] else []
+        found += [(replace(point, weights=scheme), "more bits")] if scheme is not None else []
     return [(changed.plain, name) for changed, name in found]
 
 

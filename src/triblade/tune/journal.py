@@ -56,10 +56,11 @@ class Journal:
         path = folder / FILE
         _check(path, resume)
         import optuna
+        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         folder.mkdir(parents=True, exist_ok=True)
-        backend = optuna.storages.journal.JournalFileBackend(str(path))
+        backend = JournalFileBackend(str(path))
         self._study = optuna.create_study(
             study_name="tune",
             storage=optuna.storages.JournalStorage(backend),

@@ -18,6 +18,7 @@ TOGETHER = "together"
 NO_DRAFTER = "none"
 TECHNIQUES = ("quantization", "drafts", "workers")
 LONGEST_DRAFT = 8
+DRAFT_LENGTH, PREFILL_TOKENS = 4, 128  # where they do not count
 KV_DTYPES = ("bfloat16", "int8")
 WIRE_CODECS = ("raw", "int8")
 CHUNKS = (128, 256, 512, 1024)
@@ -40,20 +41,20 @@ class Point:
     smoothed: bool = False
     kv_dtype: str = "bfloat16"
     drafter: str = NO_DRAFTER
-    draft_length: int = 4
+    draft_length: int = DRAFT_LENGTH
     placement: str = TOGETHER
     wire_codec: str = "raw"
     chunk: int = 512
-    remote_prefill_tokens: int = 128
+    remote_prefill_tokens: int = PREFILL_TOKENS
 
     @property
     def plain(self) -> Point:
         """The same combination with everything that does not count at its default."""
         found = self
         if self.drafter == NO_DRAFTER:
-            found = replace(found, draft_length=Point.draft_length)
+            found = replace(found, draft_length=DRAFT_LENGTH)
         if self.placement == TOGETHER:
-            found = replace(found, wire_codec="raw", remote_prefill_tokens=Point.remote_prefill_tokens)
+            found = replace(found, wire_codec="raw", remote_prefill_tokens=PREFILL_TOKENS)
         return found if self.is_quantized else replace(found, smoothed=False)
 
     @property
@@ -75,7 +76,7 @@ class Point:
         for name, label in (("kv_dtype", "KV"), ("wire_codec", "wire"), ("chunk", "chunk")):
             if getattr(self, name) != getattr(default, name):
                 parts.append(f"{label} {getattr(self, name)}")
-        if self.plain.remote_prefill_tokens != default.remote_prefill_tokens:
+        if self.plain.remote_prefill_tokens != PREFILL_TOKENS:
             parts.append(f"workers from {self.remote_prefill_tokens} tokens")
         return ", ".join(parts)
 

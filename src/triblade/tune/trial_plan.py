@@ -102,15 +102,13 @@ class TrialPlanner:
         return Decision(task=task, ranked=[found], rejected=[], rules=[], before=None, bill=None)
 
     def _candidate(self, point: Point) -> Candidate:
-        has_workers = point.placement != TOGETHER
-        return Candidate(
+        found = Candidate(
             weights=self._weights(point.weights),
             kv_dtype=point.kv_dtype,
             drafter=None if point.drafter == NO_DRAFTER else point.drafter,
             draft_length=0 if point.drafter == NO_DRAFTER else point.draft_length,
-            placement="one" if has_workers else "together",
-            split=point.placement if has_workers else Candidate.split,
         )
+        return found if point.placement == TOGETHER else replace(found, placement="one", split=point.placement)
 
     def _weights(self, scheme: str) -> Weights:
         bits = self.shape.stored_bits if scheme == "stored" else SCHEMES[scheme]

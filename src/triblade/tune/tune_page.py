@@ -25,11 +25,12 @@ from triblade.tune.tune_report import (
 
 BETTER, WORSE = "0,114,178", "213,94,0"  # told apart by people who see colours differently
 STRONGEST, FULL = 0.6, math.log(3)  # opacity of three times as good or as bad
-WIDTH, HEIGHT, LEFT, BOTTOM, PAD = 400, 280, 48, 36, 20
+WIDTH, HEIGHT, LEFT, BOTTOM, PAD = 400, 280, 48, 36, 24
+TICKS = 4
 STYLE = """<style>
 .matrices{display:flex;flex-wrap:wrap;gap:1.2rem 2rem}.matrices figure{margin:0}.matrices figcaption{font-weight:600}
 .matrix{border-collapse:separate;border-spacing:3px}.matrix td,.matrix th{border:0;padding:.3rem .5rem;border-radius:4px}
-.matrix td{min-width:4.2rem;text-align:center}.matrix td b{display:block;font-size:15px}.matrix small{color:var(--faint)}
+.matrix td{min-width:4.2rem;text-align:center}.matrix td b{display:block;font-size:15px}.matrix small{opacity:.85}
 .matrix td.chosen{outline:2px solid var(--ink)}.scatter{max-width:480px}pre{overflow-x:auto}
 .dot{fill:#0072b2}.dot.dominated{fill:none;stroke:var(--faint)}.dot.none{fill:#d55e00}
 </style>"""
@@ -124,7 +125,7 @@ def _cell(report: Report, name: str, trials: Sequence[Trial]) -> str:
         return "<td>-</td>"
     more = MEASURES[name][2]
     best = (max if more else min)(trials, key=lambda trial: trial.mean(name))
-    value, chosen = best.mean(name), " chosen" if best is report.findings.chosen else ""
+    value, chosen = best.mean(name), " chosen" if best == report.findings.chosen else ""
     ratio = _goodness(report, name, best)
     color = f"rgba({BETTER if ratio > 0 else WORSE},{min(1.0, abs(ratio) / FULL) * STRONGEST:.2f})"
     shown = f"{value:.3g}" if name == "quality" else f"{value:.4g}"
@@ -154,26 +155,30 @@ def _scatter_legend() -> str:
 def _scatter(report: Report) -> str:
     """Trials by time (x) and throughput (y), numbered."""
     trials = measured(report.findings.trials)
-    points = [(trial, trial.mean("e2el_ms"), trial.mean("output_tokens_per_s")) for trial in trials]
-    right, top = (1.08 * max(values) for values in ([x for _, x, _ in points], [y for _, _, y in points]))
-    across, up = WIDTH - LEFT - PAD, HEIGHT - BOTTOM - PAD
-    parts = []
-    for trial, x_value, y_value in points:
-        x, y = LEFT + across * x_value / (right or 1), HEIGHT - BOTTOM - up * y_value / (top or 1)
-        kind = "none" if trial is report.findings.none else "" if trial in report.findings.pareto else "dominated"
+    times, rates = ([trial.mean(name) for trial in trials] for name in ("e2el_ms", "output_tokens_per_s"))
+    right, top = _round_up(max(times)), _round_up(max(rates))
+    across, up, base = WIDTH - LEFT - PAD, HEIGHT - BOTTOM - PAD, HEIGHT - BOTTOM
+    parts = [f'<path class="axis" d="M{LEFT} {PAD}V{base}H{WIDTH - PAD}"/><text x="{LEFT}" y="12">tokens/s</text>']
+    parts.append(f'<text x="{WIDTH - PAD}" y="{HEIGHT - 4}" text-anchor="end">end to end, ms</text>')
+    for i in range(TICKS + 1):
+        x, y = LEFT + across * i / TICKS, base - up * i / TICKS
+        parts.append(f'<text x="{x:.0f}" y="{base + 14}" text-anchor="middle">{right * i / TICKS:g}</text>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 4:.0f}" text-anchor="end">{top * i / TICKS:g}</text>')
+    for trial, time_ms, rate in zip(trials, times, rates, strict=True):
+        kind = "none" if trial == report.findings.none else "" if trial in report.findings.pareto else "dominated"
+        x, y = LEFT + across * time_ms / right, base - up * rate / top
         parts.append(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
         parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{trial.number}</text>')
-    base = HEIGHT - BOTTOM
-    axes = f'<path class="axis" d="M{LEFT} {PAD}V{base}H{WIDTH - PAD}"/>'
-    axes += "".join(
-        f'<text x="{LEFT + across * i / 3:.0f}" y="{base + 14}" text-anchor="middle">{right * i / 3:.3g}</text>'
-        f'<text x="{LEFT - 4}" y="{base - up * i / 3 + 4:.0f}" text-anchor="end">{top * i / 3:.3g}</text>'
-        for i in range(4)
-    )
-    axes += f'<text x="{LEFT}" y="12">tokens/s</text>'
-    axes += f'<text x="{WIDTH - PAD}" y="{HEIGHT - 4}" text-anchor="end">end to end, ms</text>'
     opening = f'<svg class="scatter" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="throughput over time">'
-    return f"{opening}{axes}{''.join(parts)}</svg>"
+    return f"{opening}{''.join(parts)}</svg>"
+
+
+def _round_up(value: float) -> float:
+    """The next number whose quarters are easy to read."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * step for step in (1, 1.2, 1.6, 2, 3, 4, 6, 8, 10) if power * step >= value)
 
 
 def _trials(report: Report) -> str:

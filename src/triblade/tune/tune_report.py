@@ -112,7 +112,7 @@ def state(trial: Trial, report: Report) -> str:
     """What became of a trial, in words."""
     if trial.measurement is None:
         return f"failed: {trial.error}"
-    found = ["chosen"] if trial is report.findings.chosen else []
+    found = ["chosen"] if trial == report.findings.chosen else []
     found += ["Pareto set"] if trial in report.findings.pareto else []
     obstacle = why_not(trial, report.config)
     found += [f"may not be chosen: {obstacle}"] if obstacle else []
