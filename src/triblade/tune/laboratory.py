@@ -26,6 +26,7 @@ import psutil
 from triblade.bench.run import bench
 from triblade.config import EngineConfig, Plan, TuneConfig, Workload, to_toml
 from triblade.errors import TuneError
+from triblade.files import written_whole
 from triblade.tune.candidates import SCHEMES
 from triblade.tune.measured import Quality, Run, run_of
 from triblade.tune.points import Point
@@ -277,6 +278,5 @@ def _quality(report: dict[str, Any], original: float | None) -> Quality:
 
 def _keep(path: Path, quality: Quality) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(asdict(quality)), encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(json.dumps(asdict(quality)), encoding="utf-8")

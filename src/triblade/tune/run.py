@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from triblade.config import Plan, TuneConfig, to_toml
+from triblade.files import written_whole
 from triblade.models.checkpoint import open_checkpoint
 from triblade.models.source import resolve
 from triblade.tune.journal import FILE, Journal
@@ -87,7 +88,7 @@ def _write(tuner: Tuner, findings: Findings) -> Report:
     config, plan = tuner.config, None
     if findings.chosen is not None:
         plan = chosen_plan(tuner.plan_of(findings.chosen), findings)
-        (config.output / PLAN).write_text(to_toml(plan), encoding="utf-8")
+        _put(config.output / PLAN, to_toml(plan))
     report = Report(
         config=config,
         space=tuner.space,
@@ -96,8 +97,13 @@ def _write(tuner: Tuner, findings: Findings) -> Report:
         plan=plan,
         plan_file=config.output / PLAN,
     )
-    (config.output / PAGE).write_text(report_page(report), encoding="utf-8")
+    _put(config.output / PAGE, report_page(report))
     return report
+
+
+def _put(path: Path, content: str) -> None:
+    with written_whole(path) as part:
+        part.write_text(content, encoding="utf-8")
 
 
 def chosen_plan(plan: Plan, findings: Findings) -> Plan:

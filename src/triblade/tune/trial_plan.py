@@ -32,6 +32,8 @@ PREDICTED = {
     "output_throughput": "output_tokens_per_s",
     "memory": "memory_mib",
 }
+# The rules on whether a prompt's length is worth drafts are for those who have not measured: here the drafter's policy decides.
+UNRULED = {"direct_prompt_tokens": 0, "speculate_prompt_tokens": 0}
 BENCH_NAMES = {
     "edit": "fixed",
     "short": "random",
@@ -63,8 +65,7 @@ class TrialPlanner:
         """
         decision = self._decision(point)
         made = make_plan(decision, self.config.plan)
-        drafts = {"num_speculative_tokens": point.draft_length} if point.drafter != NO_DRAFTER else {}
-        engine = replace(made.decode, model=checkpoint.model, max_num_batched_tokens=point.chunk, **drafts)  # type: ignore[arg-type]
+        engine = replace(made.decode, model=checkpoint.model, max_num_batched_tokens=point.chunk, **UNRULED)
         has_workers = point.placement != TOGETHER
         transfer = replace(
             made.transfer, wire_codec=point.wire_codec, remote_prefill_tokens=point.remote_prefill_tokens
