@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 
 PLAN, PAGE = "plan.toml", "report.html"
 # Options that may change between a run and the one that goes on with it.
-OF_A_RUN = frozenset({"output", "resume", "overwrite", "trials", "minutes", "trial_minutes", "ablation", "objective"})
-OF_A_RUN |= {"max_ppl_increase", "ttft_ms", "tpot_ms", "e2el_ms"}
+OF_A_RUN = frozenset(
+    {"output", "resume", "overwrite", "trials", "minutes", "trial_minutes", "ablation", "objective"}
+    | {"max_ppl_increase", "ttft_ms", "tpot_ms", "e2el_ms"}
+)
 
 
 def tune(config: TuneConfig) -> str:

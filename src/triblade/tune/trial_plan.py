@@ -32,8 +32,6 @@ PREDICTED = {
     "output_throughput": "output_tokens_per_s",
     "memory": "memory_mib",
 }
-# The rules on whether a prompt's length is worth drafts are for those who have not measured: here the drafter's policy decides.
-UNRULED = {"direct_prompt_tokens": 0, "speculate_prompt_tokens": 0}
 BENCH_NAMES = {
     "edit": "fixed",
     "short": "random",
@@ -65,7 +63,9 @@ class TrialPlanner:
         """
         decision = self._decision(point)
         made = make_plan(decision, self.config.plan)
-        engine = replace(made.decode, model=checkpoint.model, max_num_batched_tokens=point.chunk, **UNRULED)
+        # The rules on whether a prompt's length is worth drafts are for those who do not measure: here the policy decides.
+        engine = replace(made.decode, direct_prompt_tokens=0, speculate_prompt_tokens=0)
+        engine = replace(engine, model=checkpoint.model, max_num_batched_tokens=point.chunk)
         has_workers = point.placement != TOGETHER
         transfer = replace(
             made.transfer, wire_codec=point.wire_codec, remote_prefill_tokens=point.remote_prefill_tokens
