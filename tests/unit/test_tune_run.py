@@ -304,7 +304,7 @@ def test_a_command_that_fails_says_what_it_said_last(tmp_path: Path, monkeypatch
     plan = tuner(tmp_path / "study", World()).planner.plan(Point(weights="bf16"), Checkpoint(model="m"))
     with pytest.raises(TuneError, match="serve ended with exit code 1: error: no such model"):
         laboratory(tmp_path).serving("trial", plan).__enter__()
-    assert not (tmp_path / "server.json").exists()
+    assert not (tmp_path / "process.json").exists()
     slow = "import time; time.sleep(60)"
     monkeypatch.setattr("triblade.tune.laboratory._command", lambda words: [sys.executable, "-c", slow])
     with pytest.raises(TuneError, match="took longer"):
@@ -329,8 +329,8 @@ def test_smoothing_is_offered_where_it_adds_something(tmp_path: Path) -> None:
     assert not laboratory(tmp_path, calibration="t").can_smooth
 
 
-def test_a_server_that_was_left_behind_is_ended_and_nobody_else(tmp_path: Path) -> None:
-    file = tmp_path / "server.json"
+def test_a_process_that_was_left_behind_is_ended_and_nobody_else(tmp_path: Path) -> None:
+    file = tmp_path / "process.json"
     end_leftover(file)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         created = psutil.Process(process.pid).create_time()

@@ -2,7 +2,7 @@
 
 Conversion, evaluation and server are processes of their own, so that what one of them does to memory or threads, or dies of, is
 none of the next one's business. Checkpoints and quality are kept under names made of what they depend on: model content, options,
-text. A server that a killed run left behind is ended before another one starts.
+text. A process that a killed run left behind is ended before another one starts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -41,6 +40,7 @@ POLL_S = 0.05
 END_S = 20.0
 TAIL = 300  # characters of what a process said last
 
+Process = subprocess.Popen[bytes]
 Measure = Callable[[int], Run]  # the figures of run number so and so
 
 
@@ -108,7 +108,7 @@ class CommandLaboratory:
             return Quality() if not point.is_quantized else None if found is None else Quality(**found)
         options = ["--text", str(self.config.text), "--context", str(EVAL_CONTEXT)]
         options += ["--max-tokens", str(self.config.text_tokens), "--json"]
-        name = self._digest([checkpoint.model, *options])
+        name = self._digest([checkpoint.model if point.is_quantized else "as it is", *options])
         kept = self.config.output / "quality" / f"{name}.json"
         if not kept.exists():
             against = ["--against", self.config.model] if point.is_quantized else []
@@ -123,20 +123,26 @@ class CommandLaboratory:
         folder.mkdir(parents=True, exist_ok=True)
         file, log = folder / f"{name}.toml", folder / f"{name}.log"
         file.write_text(to_toml(plan), encoding="utf-8")
-        end_leftover(self._server_file)
         words = ["serve", "--plan", str(file), "--host", "127.0.0.1", "--port", "0", "--served-model-name", SERVED_NAME]
-        with log.open("w", encoding="utf-8") as errors:
-            process = subprocess.Popen(
-                _command(words), stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        try:
-            started = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-            self._server_file.write_text(json.dumps(started), encoding="utf-8")
+        with log.open("wb") as errors, self._process(words, errors, errors) as process:
             url = self._wait(process, log)
             yield lambda run: self._measure(url, process.pid, run)
+
+    @contextmanager
+    def _process(self, words: Sequence[str], output: int | IO[bytes], errors: int | IO[bytes]) -> Iterator[Process]:
+        """A command of ours, known by a file while it runs, ended when the block ends."""
+        self.config.output.mkdir(parents=True, exist_ok=True)
+        end_leftover(self._process_file)
+        process = subprocess.Popen(
+            _command(words), stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            started = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+            self._process_file.write_text(json.dumps(started), encoding="utf-8")
+            yield process
         finally:
             _end(process)
-            self._server_file.unlink(missing_ok=True)
+            self._process_file.unlink(missing_ok=True)
 
     def _measure(self, url: str, pid: int, run: int) -> Run:
         load = replace(
@@ -147,7 +153,7 @@ class CommandLaboratory:
             raise KeyboardInterrupt
         return run_of(result.summary)
 
-    def _wait(self, process: subprocess.Popen[bytes], log: Path) -> str:
+    def _wait(self, process: Process, log: Path) -> str:
         """The server's address, as soon as it answers."""
         late = time.monotonic() + 60 * self.config.trial_minutes
         while time.monotonic() < late:
@@ -205,8 +211,8 @@ class CommandLaboratory:
         return self.config.output / "checkpoints"
 
     @property
-    def _server_file(self) -> Path:
-        return self.config.output / "server.json"
+    def _process_file(self) -> Path:
+        return self.config.output / "process.json"
 
     def _digest(self, words: Sequence[str]) -> str:
         """A short name for the content of a model and of the files among these words."""
@@ -222,20 +228,18 @@ class CommandLaboratory:
         Raises:
             TuneError: it failed, or took too long.
         """
-        limit_s = 60 * self.config.trial_minutes
-        try:
-            done = subprocess.run(_command([command, *options]), capture_output=True, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise TuneError(f"{command} took longer than {self.config.trial_minutes:g} min") from error
-        if done.returncode == -signal.SIGINT:
-            raise KeyboardInterrupt
-        if done.returncode:
-            raise TuneError(f"{command} ended with exit code {done.returncode}: {_tail(done.stderr)}")
-        return done.stdout.decode()
+        with self._process([command, *options], subprocess.PIPE, subprocess.PIPE) as process:
+            try:
+                output, errors = process.communicate(timeout=60 * self.config.trial_minutes)
+            except subprocess.TimeoutExpired as error:
+                raise TuneError(f"{command} took longer than {self.config.trial_minutes:g} min") from error
+        if process.returncode:
+            raise TuneError(f"{command} ended with exit code {process.returncode}: {_tail(errors)}")
+        return output.decode()
 
 
 def end_leftover(file: Path) -> None:
-    """End the server that this file tells of, if it still runs."""
+    """End the process that this file tells of, if it still runs."""
     with suppress(OSError, ValueError, KeyError, psutil.Error):
         started: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         process = psutil.Process(started["pid"])
@@ -248,7 +252,7 @@ def _command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "triblade", *words]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     process.terminate()
     try:
         process.wait(END_S)

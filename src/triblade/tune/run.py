@@ -1,10 +1,11 @@
-"""`triblade tune`: look at the model and the machine, tune, write the chosen plan and the report.
+"""`triblade tune`: look at the model and the machine, tune, write the chosen plan, all trials and the report.
 
-Both are written again after every run, also one that was interrupted, from all trials so far.
+All of them are written again after every run, also one that was interrupted, from all trials so far.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from triblade.tune.tuner import Findings, Tuner
 
 log = logging.getLogger(__name__)
 
-PLAN, PAGE = "plan.toml", "report.html"
+PLAN, PAGE, TRIALS = "plan.toml", "report.html", "trials.json"
 # Options that may change between a run and the one that goes on with it.
 OF_A_RUN = frozenset(
     {"output", "resume", "overwrite", "trials", "minutes", "trial_minutes", "ablation", "objective"}
@@ -86,7 +87,7 @@ def circumstances(config: TuneConfig, space: Space, fingerprint: str) -> dict[st
 
 
 def _write(tuner: Tuner, findings: Findings) -> Report:
-    """The chosen plan and the page."""
+    """The chosen plan, all trials, and the page."""
     config, plan = tuner.config, None
     if findings.chosen is not None:
         plan = chosen_plan(tuner.plan_of(findings.chosen), findings)
@@ -99,6 +100,7 @@ def _write(tuner: Tuner, findings: Findings) -> Report:
         plan=plan,
         plan_file=config.output / PLAN,
     )
+    _put(config.output / TRIALS, json.dumps([asdict(trial) for trial in findings.trials], indent=1))
     _put(config.output / PAGE, report_page(report))
     return report
 
