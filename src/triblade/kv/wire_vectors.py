@@ -91,7 +91,7 @@ class DraftBytes:
     def read(self, cache: KVCache, rows: Tensor, num_tokens: int) -> list[Tensor]:
         """Shape and vectors, as uint8 pieces."""
         group = cache.layout.draft
-        shape = (0, 0, 0) if group is None else (group.num_layers, group.num_kv_heads, group.head_dim)
+        shape = (0, 0, 0) if group is None else group.shape
         header = torch.tensor(list(_DRAFT.pack(*shape)), dtype=torch.uint8)
         if group is None:
             return [header]
@@ -104,9 +104,9 @@ class DraftBytes:
             WireError: sender and receiver draft with different layers.
         """
         group = self._group(data)
-        if group is not None and layout.draft is not None and group != layout.draft:
+        if group is not None and layout.draft is not None and group.shape != layout.draft.shape:
             raise WireError(
-                f"KV rows with a drafter's layers of another shape: {group}, expected {layout.draft}",
+                f"KV rows with a drafter's layers of another shape: {group.shape}, expected {layout.draft.shape}",
                 hint="use the same drafter on both sides, or none on the side that prefills",
             )
         return DRAFT_HEADER_BYTES + (0 if group is None else self._vectors.size(group, num_tokens))
