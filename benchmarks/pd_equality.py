@@ -2,7 +2,7 @@
 """Prefill and decode worker against one engine, token for token, on a real model: shared memory and TCP, under many conditions.
 
     python benchmarks/pd_equality.py --backend reference --output FILE.json [--model smollm2-135m] [--prompts 200]
-        [--longest 4000] [--new-tokens 8] [--connectors shm tcp] [--conditions plain ...] [--seconds 240]
+        [--longest 4000] [--new-tokens 4] [--connectors shm tcp] [--conditions plain ...] [--seconds 240]
 
 The prefill worker is a process of its own (`triblade worker`), the decode worker runs here; rows go raw. Lengths of the prompts are
 spread evenly on a logarithmic scale from one token to the longest; conditions other than `plain` take every tenth of them. In
@@ -319,7 +319,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["reference", "native"], required=True)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--longest", type=int, default=4000, help="tokens")
-    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=4)
     parser.add_argument("--connectors", nargs="+", choices=["shm", "tcp"], default=["shm", "tcp"])
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=["plain"])
     parser.add_argument("--seconds", type=float, default=240, help="after which nothing new is begun")
