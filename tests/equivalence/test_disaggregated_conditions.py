@@ -42,6 +42,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "eagle": {"drafter": "eagle", "draft_confidence": 0.0, **DRAFTS},
 }
 CONNECTORS = ["shm", "tcp"]
+NATIVE: dict[str, Any] = {
+    "deterministic": False,
+    "backend": "native",
+    "quantization": "int4",
+    "kv_cache_dtype": "int8",
+    "block_size": 16,
+    "num_kv_blocks": 64,
+}
 
 
 @cache
@@ -116,6 +124,21 @@ def test_quantized_weights_on_both_sides(connector: str, name: str, folder: Path
         same(workers.generate(prompts(), GREEDY), alone(weights="4 bits"))
         assert workers.remote.counts.num_complete == workers.remote.counts.num_fetches > 0
     assert [c[0].token_ids for c in alone(weights="4 bits")] != [c[0].token_ids for c in alone()]
+
+
+@pytest.mark.parametrize(("codec", "prefill"), [("raw", "int4"), ("int8", "int4"), ("int8", "int8")])
+def test_native_workers_with_packed_weights(codec: str, prefill: str) -> None:
+    with pair(model(), "shm", prefill={"quantization": prefill}, transfer={"wire_codec": codec}, **NATIVE) as workers:
+        workers.generate(prompts(), GREEDY)
+        assert workers.remote.counts.num_complete == workers.remote.counts.num_fetches > 0
+
+
+def test_rows_of_other_weights_do_not_go_raw() -> None:  # G08
+    """Raw rows promise the tokens of one engine; other codecs promise to be close."""
+    with pair(model(), "shm", refused=True, prefill={"quantization": "int8"}, **NATIVE) as workers:
+        assert "weights: 'int8, float32', 'int4, float32'" in workers.fetcher.refusals[0]
+        workers.generate(prompts(), GREEDY)
+        assert workers.remote.counts.num_fetches == 0
 
 
 class FilledSpy(Spy):

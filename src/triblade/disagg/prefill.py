@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,7 @@ from triblade.disagg.links import Link
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
+from triblade.engine.local import end_thread
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.engine.request import Request
 from triblade.errors import TribladeError, WireError
@@ -107,6 +109,7 @@ class PrefillService:
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
     def num_jobs(self) -> int:
@@ -136,8 +139,7 @@ class PrefillService:
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._end()
 
     def _run(self) -> None:
         while self._is_open:
