@@ -50,6 +50,7 @@ STRIDE = 47  # tokens of text between the beginnings of two prompts
 BLOCKS, BLOCK = 600, 16
 READY_S = 60.0
 DRAFTS: dict[str, Any] = {"draft_policy": "fixed", "num_speculative_tokens": 4}
+ENOUGH: dict[str, Any] = {"max_tokens": 24}  # to see how many guesses are right
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,13 @@ CONDITIONS = {
     "prefix hits on D": Condition(before=0.5),
     "three choices": Condition(params={"n": 3, "temperature": 0.8, "seed": 3}),
     "stop at token one": Condition(stops_at_first=True),
-    "suffix on D": Condition(decode={"drafter": "suffix", **DRAFTS}),
-    "eagle": Condition(workers={"drafter": "eagle", **DRAFTS}),
-    "self": Condition(workers={"drafter": "self", "draft_quantization": "int4", **DRAFTS}),
+    "suffix on D": Condition(decode={"drafter": "suffix", **DRAFTS}, params=ENOUGH),
+    "eagle": Condition(workers={"drafter": "eagle", **DRAFTS}, params=ENOUGH),
+    "self": Condition(workers={"drafter": "self", "draft_quantization": "int4", **DRAFTS}, params=ENOUGH),
     "int8 weights": Condition(engines={"quantization": "int8"}),
-    "int4 weights, eagle": Condition(engines={"quantization": "int4"}, workers={"drafter": "eagle", **DRAFTS}),
+    "int4 weights, eagle": Condition(
+        engines={"quantization": "int4"}, workers={"drafter": "eagle", **DRAFTS}, params=ENOUGH
+    ),
 }
 
 
@@ -155,6 +158,7 @@ class Equality:
                 raise SystemExit(f"{args.output} was begun with {self.figures['asked']}; go on with these")
         self.figures["asked"] = asked
         self._single: tuple[str, LLM] | None = None
+        self._drafting: tuple[str, LLM] | None = None
         self.prompts = made_prompts(open_model(config(args)).tokenizer, args)
 
     @property
@@ -195,6 +199,8 @@ class Equality:
             params = replace(params, stop_token_ids=(expected[0][0][0],))
             expected = [[expected[0][0][:1], expected[0][1][:1]]]
         found = [flattened(choice) for choice in pair.answer(prompt, params)]
+        if condition.workers:
+            self.draft_alone(condition, prompt, params, row)
         row["prompts"] += 1
         row["equal"] += [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
         row["equal_logprobs"] += found == expected
@@ -203,6 +209,19 @@ class Equality:
             if at is not None:
                 behind = nats_behind(self.single(condition), prompt, wanted[:at], tokens[at])
                 row["nats"].append(round(behind, 5))
+
+    def draft_alone(self, condition: Condition, prompt: Tokens, params: SamplingParams, row: dict[str, Any]) -> None:
+        """How many guesses are right where the drafter and its rows never left one engine."""
+        kind = json.dumps([condition.engines, condition.workers])
+        if self._drafting is None or self._drafting[0] != kind:
+            options = {"enable_prefix_caching": False, **condition.engines, **condition.workers}
+            self._drafting = (kind, LLM(config(self.args, **options)))
+        llm = self._drafting[1]
+        before = llm.engine.load().speculation
+        llm.generate([prompt], params)
+        after = llm.engine.load().speculation
+        row["drafted_alone"] += after.num_draft_tokens - before.num_draft_tokens
+        row["accepted_alone"] += after.num_accepted_tokens - before.num_accepted_tokens
 
     @property
     def params(self) -> dict[str, Any]:
@@ -240,8 +259,9 @@ class Equality:
 
 def fresh_row() -> dict[str, Any]:
     """Nothing counted yet."""
-    names = ("prompts", "equal", "equal_logprobs", "fetches", "complete", "row_tokens", "drafted", "accepted")
-    return {**dict.fromkeys(names, 0), "nats": []}
+    compared, moved = ("prompts", "equal", "equal_logprobs"), ("fetches", "complete", "row_tokens")
+    guessed = ("drafted", "accepted", "drafted_alone", "accepted_alone")
+    return {**dict.fromkeys((*compared, *moved, *guessed), 0), "nats": []}
 
 
 def count(row: dict[str, Any], pair: Workers) -> None:
