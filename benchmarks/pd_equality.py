@@ -330,6 +330,8 @@ def main() -> None:
     sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     if wrong:
         raise SystemExit(f"tokens differ: {wrong}")
+    if lost := [name for name, row in rows.items() if row["complete"] < row["fetches"]]:
+        raise SystemExit(f"not all rows came: {lost}")
 
 
 def arguments() -> argparse.Namespace:

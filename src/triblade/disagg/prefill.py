@@ -109,7 +109,7 @@ class PrefillService:
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, end_thread, self._inbox, self._thread)
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
     def num_jobs(self) -> int:
@@ -139,7 +139,7 @@ class PrefillService:
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
-        self._end()
+        self._closing()
 
     def _run(self) -> None:
         while self._is_open:

@@ -72,7 +72,7 @@ class LocalClient(EngineClient):
         self._thread = threading.Thread(target=self._run, name="triblade-engine", daemon=True)
         self._thread.start()
         # Also when the process ends: one whose threads are in torch or in native code by then is aborted.
-        self._end = weakref.finalize(self, end_thread, self._inbox, self._thread)
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @classmethod
     def start(cls, config: EngineConfig) -> LocalClient:
@@ -159,7 +159,7 @@ class LocalClient(EngineClient):
 
     def close(self) -> None:
         """End the thread after the current step; open streams end with an error."""
-        self._end()
+        self._closing()
 
     def _run(self) -> None:
         """The engine's thread."""
