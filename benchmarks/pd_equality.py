@@ -169,9 +169,12 @@ class Equality:
         """Everything that is left, as far as time goes."""
         for name in self.args.conditions:
             for connector in self.args.connectors:
-                if not self.is_over:
+                if self.is_over:
+                    return
+                try:
                     self.compare(name, connector)
-                self.save()
+                finally:  # whatever happened, known answers need not be computed again
+                    self.save()
 
     def compare(self, name: str, connector: str) -> None:
         """One condition over one connector, from where it stopped."""
