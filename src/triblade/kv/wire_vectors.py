@@ -41,7 +41,7 @@ class VectorBytes:
         for layer in range(group.num_layers):
             for planes in cache.read_encoded(layer, rows):
                 own = self._converted(cache.codec, tuple(plane[tokens] for plane in planes))
-                pieces += [plane.reshape(-1).view(torch.uint8) for plane in own]
+                pieces += [_bytes_of(plane) for plane in own]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
     def write(self, cache: KVCache, group: LayerGroup, slots: Tensor, data: Tensor) -> None:
@@ -67,6 +67,14 @@ class VectorBytes:
         if receiver.name == self._codec.name:
             return planes
         return receiver.encode(self._codec.decode(planes, torch.float32))
+
+
+def _bytes_of(plane: Tensor) -> Tensor:
+    """A plane as uint8 [size]; that of a single token in tiles has gaps between its heads."""
+    items = plane.reshape(-1)
+    if items.stride(0) != 1:
+        items = items.clone(memory_format=torch.contiguous_format)
+    return items.view(torch.uint8)
 
 
 def _plane_bytes(spec: PlaneSpec, group: LayerGroup, num_tokens: int) -> int:
