@@ -307,7 +307,8 @@ def config(args: argparse.Namespace, **options: Any) -> EngineConfig:
 
 def length_of(number: int, args: argparse.Namespace) -> int:
     """Tokens of a prompt."""
-    return round(args.longest ** (number / max(1, args.prompts - 1)))
+    longest: int = args.longest
+    return round(longest ** (number / max(1, args.prompts - 1)))
 
 
 def made_prompts(tokenizer: Tokenizer, args: argparse.Namespace) -> list[Tokens]:
