@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from disaggregated import pair
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
@@ -202,6 +203,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"prefill_model": model(num_hidden_layers=2)}, "num_layers: 2, 3"),
     "heads": ({"prefill_model": model("llama-mha")}, "num_kv_heads: 4, 2"),  # G10
     "rope": ({"prefill_model": model("llama-linear")}, "rope: "),
+    "weights": (
+        {"prefill_model": replace(model(), dtype=torch.bfloat16), "kv_cache_dtype": "float32"},
+        "weights: 'as stored, bfloat16', 'as stored, float32'",
+    ),
+    "drafter": ({"prefill": {"draft_layers": 2}, "drafter": "self", "draft_layers": 1}, "draft: "),
 }
 
 

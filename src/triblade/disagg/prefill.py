@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,7 @@ from triblade.disagg.links import Link
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
+from triblade.engine.local import end_thread
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.engine.request import Request
 from triblade.errors import TribladeError, WireError
@@ -107,6 +109,7 @@ class PrefillService:
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
     def num_jobs(self) -> int:
@@ -136,8 +139,7 @@ class PrefillService:
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._closing()
 
     def _run(self) -> None:
         while self._is_open:
@@ -261,10 +263,12 @@ class PrefillService:
         """Send the rows that are finished and wanted by now; behind the last ones the End."""
         block_size = self.engine.scheduler.block_size
         done = min(job.request.num_computed_tokens, job.stop)
-        ready = done if done == job.stop else done // block_size * block_size
-        while not job.has_ended and job.sent < ready and job.link.unsent_bytes < MAX_UNSENT_BYTES:
+        if done < job.stop:  # a drafter that is behind will still write to rows; behind the last step it does not
+            filled = self._num_filled(job.request)
+            done = (done if filled is None else min(done, filled)) // block_size * block_size
+        while not job.has_ended and job.sent < done and job.link.unsent_bytes < MAX_UNSENT_BYTES:
             size = max(block_size, ROWS_TOKENS // block_size * block_size)
-            self._send(job, min(size, ready - job.sent))
+            self._send(job, min(size, done - job.sent))
             if job.sent == job.stop:
                 self._end(job, None)
 
@@ -285,6 +289,7 @@ class PrefillService:
             first_token=first,
             num_tokens=num_tokens,
             num_prompt_tokens=span.num_prompt_tokens,
+            num_draft_tokens=max(0, min((self._num_filled(job.request) or 0) - first, num_tokens)),
             blocks=tuple(blocks) if by_reference else (),
             checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
             expires_s=lease.expires_s if by_reference else 0.0,
@@ -292,6 +297,10 @@ class PrefillService:
         )
         job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
+
+    def _num_filled(self, request: Request) -> int | None:
+        speculator = self.engine.speculator
+        return None if speculator is None else speculator.num_filled(request)
 
     def _taken(self, job: _Job | None, stop: int) -> None:
         if job is None:
@@ -306,8 +315,7 @@ class PrefillService:
         """Tell the peer; the request's own blocks are not needed any more."""
         job.link.send(End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error))
         job.has_ended = True
-        self.engine.abort([job.request])
-        self.engine.scheduler.release(job.request)
+        self.engine.let_go(job.request)
         if not job.leases:
             del self._jobs[job.key]
 
@@ -322,8 +330,7 @@ class PrefillService:
         if job is None or self._jobs.pop(job.key, None) is None:
             return
         if not job.has_ended:
-            self.engine.abort([job.request])
-            self.engine.scheduler.release(job.request)
+            self.engine.let_go(job.request)
         for lease in job.leases:
             self.engine.pool.release(lease.blocks)
         job.leases.clear()

@@ -293,6 +293,7 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: La
         arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
+        weights=f"{config.quantization or 'as stored'}, {str(model.dtype).removeprefix('torch.')}",
     )
 
 

@@ -14,6 +14,7 @@ import gc
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,8 @@ class LocalClient(EngineClient):
         self._dead: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="triblade-engine", daemon=True)
         self._thread.start()
+        # Also when the process ends: one whose threads are in torch or in native code by then is aborted.
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @classmethod
     def start(cls, config: EngineConfig) -> LocalClient:
@@ -161,8 +164,7 @@ class LocalClient(EngineClient):
 
     def close(self) -> None:
         """End the thread after the current step; open streams end with an error."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._closing()
         gc.unfreeze()  # the engine may go now
 
     def _run(self) -> None:
@@ -219,6 +221,12 @@ class LocalClient(EngineClient):
         for stream in dict.fromkeys(self._streams.values()):
             _wake(stream.loop, [(stream, reason)])
         self._streams.clear()
+
+
+def end_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """Tell a thread by its inbox to end, and wait until it has."""
+    inbox.put(None)
+    thread.join()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, news: Sequence[tuple[_Stream, RequestOutput | EngineDeadError]]) -> None:
