@@ -46,6 +46,9 @@ class _Transfer:
     received: int  # tokens whose rows are there
     stop: int  # tokens whose rows are wanted
     begin_s: float
+    wire_bytes: int = 0
+    queue_s: float = 0.0
+    errors: tuple[float, ...] = ()
 
 
 class RowTerms:
@@ -201,10 +204,13 @@ class RemotePrefill:
             span = WireSpan(rows.first_token, rows.num_tokens, transfer.stop + 1)
             assert link is not None, "rows came without a link"
             self._terms.receiver(link).any.decode(self._cache, blocks, span, rows.payload)
-        transfer.received = rows.stop
+        transfer.received, transfer.queue_s, transfer.errors = rows.stop, rows.queue_s, rows.errors
+        row_bytes = len(blocks) * self._cache.layout.row_bytes
+        wire_bytes = len(rows.payload) or row_bytes
+        transfer.wire_bytes += wire_bytes
         self.counts.num_tokens += rows.num_tokens
-        self.counts.row_bytes += len(blocks) * self._cache.layout.row_bytes
-        self.counts.wire_bytes += len(rows.payload) or len(blocks) * self._cache.layout.row_bytes
+        self.counts.row_bytes += row_bytes
+        self.counts.wire_bytes += wire_bytes
 
     def _copy(self, blocks: list[int], rows: Rows, link: Link | None) -> None:
         """Rows by reference. They are checked where they are now, so it does not matter when the sender took them back."""
@@ -224,14 +230,23 @@ class RemotePrefill:
         transfer = self._transfers.pop(number)
         del self._by_request[transfer.request]
         if transfer.received == transfer.stop:
-            self.counts.num_complete += 1
-            self.counts.fetch_s += time.perf_counter() - transfer.begin_s
+            self._note_complete(transfer)
         else:
             self.counts.num_failed += 1
             missing = transfer.stop - transfer.received
             log.warning("%s: %d tokens are computed here: %s", transfer.request.request_id, missing, error)
         self.connector.cancel(number)
         self._scheduler.arrived(transfer.request, transfer.received)
+
+    def _note_complete(self, transfer: _Transfer) -> None:
+        seconds = time.perf_counter() - transfer.begin_s
+        self.counts.num_complete += 1
+        self.counts.fetch_s += seconds
+        self.counts.observe("seconds", seconds)
+        self.counts.observe("size_bytes", transfer.wire_bytes)
+        self.counts.observe("queue_s", transfer.queue_s)
+        for name, error in zip(("key_error", "value_error"), transfer.errors, strict=False):  # none without loss
+            self.counts.observe(name, error)
 
 
 def connect_prefill(
