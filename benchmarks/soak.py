@@ -56,17 +56,13 @@ POOL_BLOCKS = 600  # of all workers: few, so that all of them were in use once w
 class Tally:
     """What the clients saw."""
 
+    sent: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     left: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
     faults: list[str] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """Requests that ended, one way or another."""
-        return sum(self.finished.values()) + self.left + len(self.faults)
 
 
 class Memory:
@@ -153,10 +149,10 @@ def numbers_of(args: argparse.Namespace) -> Iterator[int]:
 async def soak(url: str, server: psutil.Process, args: argparse.Namespace) -> dict[str, Any]:
     """Warm up, run, wait until idle, compare."""
     limits = httpx.Limits(max_connections=args.concurrency, max_keepalive_connections=args.concurrency)
-    memory = Memory(server)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         await load(client, iter(range(-WARM_UP, 0)), args.concurrency, 0.0, Tally())
         before = await idle_metrics(client)
+        memory = Memory(server)
         watch = asyncio.create_task(memory.watch())
         tally, start = Tally(), time.monotonic()
         await load(client, numbers_of(args), args.concurrency, args.disconnect, tally)
@@ -169,9 +165,9 @@ async def soak(url: str, server: psutil.Process, args: argparse.Namespace) -> di
     served = sum(delta[f"request_success_total/{reason}"] for reason in ("stop", "length"))
     checks = {
         "no fault": not tally.faults,
-        "every other answer complete": sum(tally.finished.values()) + tally.left == tally.total,
+        "every other answer complete": sum(tally.finished.values()) + tally.left == tally.sent,
         "finished as the server counts": served >= sum(tally.finished.values()),
-        "ended once each": served + aborted <= tally.total and served + aborted >= sum(tally.finished.values()),
+        "ended once each": served + aborted <= tally.sent and served + aborted >= sum(tally.finished.values()),
         "no error": delta["request_success_total/error"] == 0,
         "tokens as the server counts": delta["generation_tokens_total"] >= tally.output_tokens,
         "pool at baseline": after["kv_cache_usage_perc"] == before["kv_cache_usage_perc"] == 0,
@@ -183,7 +179,7 @@ async def soak(url: str, server: psutil.Process, args: argparse.Namespace) -> di
         checks["no transfer failed"] = delta["kv_transfers_total/failed"] == 0
         checks["rows were transferred"] = delta["kv_transfers_total/complete"] > 0
     return {
-        "requests": tally.total,
+        "requests": tally.sent,
         "concurrency": args.concurrency,
         "clients": {**vars(tally), "finished": dict(tally.finished)},
         "server": {name: value for name, value in delta.items() if "bucket" not in name},
@@ -202,6 +198,7 @@ async def load(
     async def one(number: int) -> None:
         rng = random.Random(number)
         leaves = rng.random() < disconnect
+        tally.sent += 1
         try:
             await asyncio.wait_for(ask(client, rng, tally), rng.uniform(0.02, 3) if leaves else 600)
         except TimeoutError:

@@ -86,12 +86,16 @@ class Relay:
     """
 
     def __init__(self, connector: Connector, address: str, target: str) -> None:
-        self.change: Callable[[Message], Iterable[Message]] = lambda message: [message]
-        self.heard: Callable[[Message], None] = lambda message: None
+        self.undisturbed()
         self._connector, self._target = connector, target
         self._ways: list[_Way] = []
         self._listener = connector.listen(address, self._accept)
         self.address = self._listener.address
+
+    def undisturbed(self) -> None:
+        """Everything goes through as it is."""
+        self.change: Callable[[Message], Iterable[Message]] = lambda message: [message]
+        self.heard: Callable[[Message], None] = lambda message: None
 
     def cut(self) -> None:
         """Break the connections that are open; new ones can be made."""

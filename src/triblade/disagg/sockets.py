@@ -94,6 +94,9 @@ class SocketLink:
             pass
         except (OSError, WireError) as error:
             reason = str(error)
+        except Exception as error:  # of the receiver: a link that nobody reads any more would look alive
+            log.exception("a message from %s could not be handled", self.peer)
+            reason = f"internal error: {type(error).__name__}"
         self._end(reason)
 
     def _deliver(self) -> None:
