@@ -111,6 +111,18 @@ def test_after_a_cut_the_link_comes_back(connector: str) -> None:
         assert workers.remote.counts.num_complete == 1
 
 
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_a_fault_of_our_own_ends_the_link_and_not_only_its_thread(connector: str) -> None:
+    def fail(_: Link, rows: Rows) -> list[Message]:
+        raise RuntimeError(f"cannot handle {rows.first_token}")
+
+    with pair(model(), connector, change=Fault(3, fail), **OPTIONS) as workers:
+        (completions,) = workers.generate([IDS], GREEDY)
+        assert completions[0].token_ids == expected()
+        assert workers.remote.counts.num_failed == 1
+        workers.eventually(lambda: workers.fetcher.num_ready == 1)
+
+
 @pytest.mark.parametrize("connector", ALL)
 def test_a_slow_peer_is_waited_for_and_others_run_meanwhile(connector: str) -> None:
     def slow(_: Link, message: Message) -> list[Message]:

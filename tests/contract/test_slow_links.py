@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,10 +15,15 @@ from relays import Throttle
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
-from triblade.disagg import fetcher
+from triblade.config import TransferConfig
+from triblade.disagg import fetcher, pace, prefill
+from triblade.disagg.frames import Message
+from triblade.disagg.identity import described
 from triblade.disagg.links import Link, Traffic
 from triblade.disagg.pace import FIRST_UNSENT_BYTES, FORGET_S, MAX_UNSENT_BYTES, Pace, Window
+from triblade.disagg.prefill import PrefillService
 from triblade.disagg.sockets import TcpConnector
+from triblade.disagg.wire import End, Fetch, Hello, Rows, token_payload
 from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
 
@@ -101,6 +108,68 @@ def test_a_link_that_stands_still_within_a_message_is_left() -> None:
         assert workers.remote.counts.num_failed == 1
         way.throttles[-1].bytes_per_s = 10_000_000
         workers.eventually(lambda: workers.fetcher.num_ready == 1)
+
+
+class HeldLink:
+    """A decode worker's link that takes nothing until it is told to, and remembers what came."""
+
+    peer, file = "held", None
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.unsent_bytes = 1 << 40
+        self.messages: list[Message] = []
+
+    def start(self, receiver: object) -> None: ...
+
+    def send(self, message: Message, *, file: int | None = None) -> None:
+        self.messages.append(message)
+
+    def close(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+@contextmanager
+def held_service(num_prompts: int, **options: Any) -> Iterator[tuple[PrefillService, HeldLink]]:
+    """A prefill worker that has computed prompts for a link that takes none of their rows."""
+    engine, link = tiny_llm(model()).engine, HeldLink()
+    service = PrefillService(engine, TransferConfig(**options))
+    layout = engine.runner.executor.cache.layout
+    service.received(link, Hello(role="decode", layout=described(layout), codec="raw"))
+    for number in range(num_prompts):
+        service.received(link, Fetch(transfer=number, first_token=0, payload=token_payload(prompt(57, seed=number))))
+    Pair.eventually(lambda: service.num_jobs == num_prompts and not engine.has_work)
+    assert not any(isinstance(message, Rows) for message in link.messages)
+    yield service, link
+    service.close()
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_transfers_take_turns_in_small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = tiny_llm(model()).engine.runner.executor.cache.layout
+    monkeypatch.setattr(pace, "FIRST_UNSENT_BYTES", 2 * layout.row_bytes)
+    with held_service(2) as (service, link):
+        link.unsent_bytes = 0
+        service.writable(link)  # type: ignore[arg-type]
+        Pair.eventually(lambda: service.num_jobs == 0)
+        rows = [message for message in link.messages if isinstance(message, Rows)]
+        assert {message.num_tokens for message in rows} == {2 * layout.block_size}
+        first, second = rows[0].transfer, rows[1].transfer
+        assert [message.transfer for message in rows] == [first, second] * (56 // (2 * layout.block_size))
+
+
+def test_a_lease_lasts_as_long_as_the_link_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "GRACE_S", 0.0)
+    monkeypatch.setattr(prefill, "STATE_INTERVAL_S", 0.02)
+    with held_service(1, lease_s=0.2) as (service, link):
+        for _ in range(30):
+            link.traffic.sent_bytes += 1
+            time.sleep(0.02)
+        assert service.num_jobs == 1
+        Pair.eventually(lambda: service.num_jobs == 0)  # nothing moves any more
+        (end,) = (message for message in link.messages if isinstance(message, End))
+        assert "not taken for 0.2 s" in str(end.error)
 
 
 def test_the_window_holds_what_a_link_takes_in_a_second() -> None:

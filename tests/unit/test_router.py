@@ -16,7 +16,7 @@ from triblade.disagg.router import Router, summed
 from triblade.disagg.rpc import Welcome
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput
-from triblade.engine.transfers import TransferCounts
+from triblade.engine.transfers import Spread, TransferCounts
 from triblade.errors import ConfigError, ContextLengthError, WorkerLostError
 from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
@@ -147,6 +147,8 @@ def test_loads_are_added_and_prefill_workers_are_not() -> None:
         assert (load.transfers.num_tokens, load.transfers.num_prefill_workers) == (10, 1)
     parts = [SpeculationCounts(num_steps=1, drafted_per_position=[1]), SpeculationCounts(drafted_per_position=[2, 5])]
     assert summed(SpeculationCounts, parts) == SpeculationCounts(num_steps=1, drafted_per_position=[3, 5])
+    spreads = [TransferCounts(queue_s=Spread([1, 0, 2], 7.0)), TransferCounts(queue_s=Spread([0, 1, 1], 5.0))]
+    assert summed(TransferCounts, [*spreads, TransferCounts()]).queue_s == Spread([1, 1, 3], 12.0)
 
 
 def test_a_split_of_memory() -> None:
