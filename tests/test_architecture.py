@@ -33,7 +33,7 @@ LINE = (
     "writing",
     "cli",
 )
-BASE = {"", "page", "errors", "registry", "config", "sampling_params", "host", "console"}
+BASE = {"", "page", "files", "errors", "registry", "config", "sampling_params", "host", "console"}
 COMMAND_LINE = {"cli", "commands", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
 PURE += ("tune.serving", "tune.gates", "tune.make_plan", "tune.plan_report", "tune.bill")
