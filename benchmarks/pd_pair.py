@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from relays import Relay, Throttle
@@ -43,7 +44,7 @@ TIMEOUT_S, LEASE_S = 2.0, 1.0
 READY_S, STUCK_S, SETTLED_S = 90.0, 20.0, 0.6
 POLL_S = 0.01
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
-SIZES = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+SIZES: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
 
 Answer = list[tuple[int, TokenLogprobs]]
 

@@ -92,7 +92,7 @@ def place_devices(
 
 def _chosen(topology: TopologyConfig, machine: Topology) -> Placement:
     if not topology.prefill_workers:
-        own = [(device.index,) for device in machine.devices[: topology.decode_workers]]
+        own: list[tuple[int, ...]] = [(device.index,) for device in machine.devices[: topology.decode_workers]]
         return Placement({"prefill": [], "decode": own}, "a device for each worker")
     choice = machine.choose(topology.prefill_workers, topology.decode_workers)
     prefill, decode = ([device.index for device in devices] for devices in (choice.prefill, choice.decode))
