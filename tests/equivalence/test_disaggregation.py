@@ -198,5 +198,4 @@ def test_what_a_transfer_took_is_counted(tmp_path: Path) -> None:
         for spread in (counts.seconds, counts.size_bytes, counts.queue_s, counts.key_error, counts.value_error):
             assert sum(spread.counts) == counts.num_complete == 2
         assert counts.size_bytes.total == counts.wire_bytes
-        assert counts.seconds.total == pytest.approx(counts.fetch_s)
         assert counts.key_error.total > 0

@@ -249,11 +249,10 @@ class Fetcher:
 
     def _note_slowness(self, found: _Open) -> None:
         """A whole transfer that mostly waited for the link."""
-        took_s = time.monotonic() - found.begin_s
-        share = (found.peer.receiving_s - found.begin_receiving_s) / took_s
-        if found.left_tokens == 0 and took_s > SLOW_S and share > SLOW_SHARE:
+        took_s, waited_s = time.monotonic() - found.begin_s, found.peer.receiving_s - found.begin_receiving_s
+        if found.left_tokens == 0 and took_s > SLOW_S and waited_s > SLOW_SHARE * took_s:
             self.num_slow += 1
-            found.peer.warn_of_slowness(took_s, share)
+            found.peer.warn_of_slowness(took_s, waited_s)
 
     def _tell(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
@@ -297,15 +296,15 @@ class _Peer:
         link = self._link
         return 0.0 if link is None else link.traffic.receiving_s
 
-    def warn_of_slowness(self, took_s: float, share: float) -> None:
+    def warn_of_slowness(self, took_s: float, waited_s: float) -> None:
         """Once for each link."""
         if not self._warned_of_slowness:
             self._warned_of_slowness = True
             log.warning(
-                "slow link to prefill worker %s: %.0f%% of a transfer's %.1f s went by waiting for bytes; "
+                "slow link to prefill worker %s: %.1f of a transfer's %.1f s went by waiting for bytes; "
                 "a smaller wire codec, a nearer worker or a larger --remote-prefill-tokens would help",
                 self.address,
-                100 * share,
+                waited_s,
                 took_s,
             )
 

@@ -46,7 +46,6 @@ class TransferCounts:
     num_tokens: int = 0  # whose rows came
     wire_bytes: int = 0  # payloads as they came
     row_bytes: int = 0  # what they are in the cache
-    fetch_s: float = 0.0  # from asking to the last row, over complete transfers
     store_s: float = 0.0  # of the engine's thread, writing rows
     num_slow: int = 0  # complete transfers that took long because of the link
     seconds: Spread = field(default_factory=Spread)  # from asking to the last row, of complete transfers

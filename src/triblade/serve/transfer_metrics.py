@@ -14,7 +14,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
     "kv_transfer_tokens": ("Tokens whose KV rows came from prefill workers.", lambda c: c.num_tokens),
     "kv_transfer_wire_bytes": ("Bytes of these rows as they came.", lambda c: c.wire_bytes),
     "kv_transfer_row_bytes": ("Bytes of these rows in the KV cache.", lambda c: c.row_bytes),
-    "kv_transfer_seconds": ("From asking to the last row, over complete transfers.", lambda c: c.fetch_s),
+    "kv_transfer_seconds": ("From asking to the last row, over complete transfers.", lambda c: c.seconds.total),
     "kv_transfer_store_seconds": ("Of the decode workers' engines, storing rows.", lambda c: c.store_s),
     "kv_transfer_damaged": ("Rows that did not pass their checks and were not stored.", lambda c: c.num_damaged),
     "kv_transfer_fallbacks": (
