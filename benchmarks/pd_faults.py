@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from pd_pair import (
+    LEASE_S,
     PARAMS,
     PROMPT_TOKENS,
     SIZES,
     STUCK_S,
+    TIMEOUT_S,
     Answer,
     Expected,
     Pair,
@@ -54,6 +56,15 @@ MISMATCHES: dict[str, dict[str, Any]] = {
     "mismatched KV dtype": {"prefill": {"kv_cache_dtype": "bfloat16"}},
     "mismatched block size": {"prefill": {"block_size": 8}},
     "mismatched model": {},  # of the same shapes
+}
+ABOUT = {
+    "what": "per fault and connector: answers that are not one engine's, requests without an answer, the longest answer, the longest "
+    "time until both pools were empty, what became of the transfers; of aborted requests the answer is that of the next one",
+    "model": "tiny llama, random weights, float32, deterministic",
+    "prompt_tokens": PROMPT_TOKENS,
+    "transfer_timeout_s": TIMEOUT_S,
+    "lease_s": LEASE_S,
+    "stuck_after_s": STUCK_S,
 }
 CONTROL = "control: damage without a trace"
 BASELINE_S = 5.0
@@ -335,7 +346,7 @@ def main() -> int:
         for connector in options.connector:
             chosen = [fault for fault in kinds(connector) if any(word in fault for word in options.only)]
             rows += run(config, connector, chosen, options.times)
-    text = json.dumps({"rows": merged(options.output, rows)}, indent=1) + "\n"
+    text = json.dumps({**ABOUT, "rows": merged(options.output, rows)}, indent=1) + "\n"
     if options.output:
         options.output.write_text(text, encoding="utf-8")
     print(text)

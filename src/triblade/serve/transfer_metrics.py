@@ -24,7 +24,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
     "kv_transfer_slow": ("Complete transfers that took long because of the link.", lambda c: c.num_slow),
     "kv_leases_expired": ("Transfers whose rows were not taken in time.", lambda c: c.num_expired_leases),
     "prefill_declined": (
-        "Prompts long enough for a prefill worker that decode workers computed: nobody there, busy, or no blocks for them.",
+        "Prompts long enough for a prefill worker that decode workers computed: nobody there, busy, a slow link, or no blocks.",
         lambda c: c.num_declined,
     ),
 }
