@@ -58,8 +58,8 @@ MISMATCHES: dict[str, dict[str, Any]] = {
     "mismatched model": {},  # of the same shapes
 }
 ABOUT = {
-    "what": "per fault and connector: answers that are not one engine's, requests without an answer, the longest answer, the longest "
-    "time until both pools were empty, what became of the transfers; of aborted requests the answer is that of the next one",
+    "what": "per fault and connector: answers that are not one engine's, requests without an answer, the longest answer, the "
+    "longest time until both pools were empty, what became of the transfers; of aborted requests the next one's answer",
     "model": "tiny llama, random weights, float32, deterministic",
     "prompt_tokens": PROMPT_TOKENS,
     "transfer_timeout_s": TIMEOUT_S,
