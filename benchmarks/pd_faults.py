@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from pd_pair import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from disaggregated import pair as pair_in_process
+from relays import Throttle
 from tiny_folders import tiny_folder
 
 from triblade.config import EngineConfig
@@ -68,6 +70,7 @@ ABOUT = {
 }
 CONTROL = "control: damage without a trace"
 BASELINE_S = 5.0
+GREETING_S = 0.5  # after a connection, until both workers say that they know each other
 
 
 @dataclass
@@ -211,10 +214,12 @@ def message_fault(pair: Pair, expected: Expected, row: Row, times: int) -> None:
 
 def slow_link(pair: Pair, expected: Expected, row: Row, times: int) -> None:
     """A new connection each time: on one that is known to be slow nobody asks."""
-    assert pair.throttle is not None
+    throttle = pair.throttle
+    assert throttle is not None
     for number in range(times):
-        pair.throttle.cut()
-        pair.wait(lambda: pair.counts.num_prefill_workers == 0, STUCK_S)
+        throttle.cut()
+        pair.wait(partial(has_more_connections, throttle, throttle.num_connections), STUCK_S)
+        time.sleep(GREETING_S)
         pair.wait_ready()
         ids = prompt_of(seed_of(row.fault, number))
         right, before, start = expected(ids), pair.counts, time.monotonic()
@@ -235,6 +240,10 @@ def abort(pair: Pair, expected: Expected, row: Row, times: int) -> None:
         found = pair.answer(ids)
         row.add(found, right, time.monotonic() - start, pair.baseline())
         row.count(before, pair.counts)
+
+
+def has_more_connections(throttle: Throttle, than: int) -> bool:
+    return throttle.num_connections > than
 
 
 async def leave(pair: Pair, ids: list[int], state: str) -> None:

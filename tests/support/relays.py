@@ -25,10 +25,12 @@ class Throttle:
     Attributes:
         address: to connect to.
         bytes_per_s: may change at any time; 0 lets nothing through.
+        num_connections: that were made, since the start.
     """
 
     def __init__(self, target: str, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
+        self.num_connections = 0
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         host, port = self._listener.getsockname()
@@ -55,6 +57,7 @@ class Throttle:
                 near, _ = self._listener.accept()
                 far = connected(self._target)
                 self._sockets += [near, far]
+                self.num_connections += 1
                 threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
                 threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
 
