@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from triblade.config import EngineConfig, TopologyConfig, WorkerConfig, to_flags
-from triblade.disagg.launch import split_cores
 from triblade.disagg.router import Router, summed
 from triblade.disagg.rpc import Welcome
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput
-from triblade.engine.transfers import TransferCounts
+from triblade.engine.transfers import Spread, TransferCounts
 from triblade.errors import ConfigError, ContextLengthError, WorkerLostError
 from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
@@ -151,17 +150,8 @@ def test_loads_are_added_and_prefill_workers_are_not() -> None:
         assert (load.transfers.num_tokens, load.transfers.num_prefill_workers) == (10, 1)
     parts = [SpeculationCounts(num_steps=1, drafted_per_position=[1]), SpeculationCounts(drafted_per_position=[2, 5])]
     assert summed(SpeculationCounts, parts) == SpeculationCounts(num_steps=1, drafted_per_position=[3, 5])
-
-
-def test_cores_are_split_by_role() -> None:
-    two = TopologyConfig(prefill_workers=1, decode_workers=1)
-    assert split_cores(two, [4, 5]) == {"prefill": [(5,)], "decode": [(4,)]}
-    assert split_cores(two, [4]) == {"prefill": [(4,)], "decode": [(4,)]}
-    many = TopologyConfig(prefill_workers=2, decode_workers=2, prefill_threads=2)
-    assert split_cores(many, list(range(8))) == {"prefill": [(6,), (7,)], "decode": [(0, 1, 2), (3, 4, 5)]}
-    assert split_cores(TopologyConfig(decode_workers=2), [0, 1]) == {"prefill": [], "decode": [(0,), (1,)]}
-    with pytest.raises(ConfigError, match="leave a core"):
-        split_cores(TopologyConfig(prefill_workers=1, decode_workers=1, prefill_threads=2), [0, 1])
+    spreads = [TransferCounts(queue_s=Spread([1, 0, 2], 7.0)), TransferCounts(queue_s=Spread([0, 1, 1], 5.0))]
+    assert summed(TransferCounts, [*spreads, TransferCounts()]).queue_s == Spread([1, 1, 3], 12.0)
 
 
 def test_a_split_of_memory() -> None:

@@ -36,10 +36,10 @@ class TransferConfig:
     """Share of the decode worker's KV blocks that requests on their way may hold."""
 
     transfer_timeout_s: float = 30.0
-    """Seconds without a row until the decode worker computes the rest itself."""
+    """Seconds in which no row moves, or that the rows which are left would take, until the decode worker computes them itself."""
 
     lease_s: float = 30.0
-    """Seconds that a prefill worker keeps rows for a decode worker that does not take them."""
+    """Seconds that a prefill worker keeps rows for a decode worker that takes nothing."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -64,7 +64,7 @@ class TopologyConfig:
     """Workers that answer requests; needed with prefill workers. Without those, several engines share the requests."""
 
     pd_memory: str = "30:70"
-    """Memory of all prefill workers to that of all decode workers."""
+    """Memory of all prefill workers to that of all decode workers, where these do not have a device each."""
 
     prefill_threads: int | None = None
     """CPU cores of the prefill workers together; default: half of them, one at least."""

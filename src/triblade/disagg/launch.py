@@ -1,8 +1,8 @@
 """`triblade serve` with workers: what each of them gets of the machine, and a router over all of them, those that were started
 elsewhere included.
 
-The memory that one engine would give to its KV cache is split by `pd_memory`, the cores by role. Knows how workers are told what
-to do (command line options), nothing of what they do.
+Where there are enough devices each worker has its own; else the memory that one engine would give to its KV cache is split by
+`pd_memory`. Cores are split by role. Knows how workers are told what to do (command line options), nothing of what they do.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from triblade.config import EngineConfig, LogLevel, TopologyConfig, TransferConfig, WorkerConfig, to_flags
+from triblade.config.environment import visible_devices
 from triblade.config.worker import WorkerRole
+from triblade.disagg.placement import Placement, place_cores, place_devices
 from triblade.disagg.processes import Supervisor, WorkerProcess
 from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.router import Router
@@ -80,11 +81,13 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     topology, engine = deployment.topology, deployment.engine
     counts: dict[WorkerRole, int] = {"prefill": topology.prefill_workers, "decode": topology.decode_workers}
     device, _ = select_device(engine.device)
-    whole = prepare(engine, model, device, copies=sum(counts.values()))
-    cores = split_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    devices = place_devices(topology, visible_devices()) if device.type == "cuda" else Placement({}, "no device")
+    cores = place_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    (devices if device.type == "cuda" else cores).report()
+    whole = prepare(engine, model, device, copies=1 if devices.shares else sum(counts.values()))
     processes: list[WorkerProcess] = []
     for role, share in zip(counts, topology.shares, strict=True):
-        own = _engine_of(role, engine, whole, share / max(1, counts[role]))
+        own = _engine_of(role, engine, whole, 1.0 if devices.shares else share / max(1, counts[role]))
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
             addresses += topology.prefill_address
@@ -93,10 +96,11 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
                 role=role,
                 address=process.inherited,
                 prefill_address=addresses if role == "decode" else (),
-                cores=cores[role][number],
+                cores=cores.shares[role][number],
                 drain_timeout_s=deployment.drain_timeout_s,
                 parent_pipe=process.pipe,
             )
+            process.devices = devices.shares[role][number] if devices.shares else ()
             process.options = [
                 *to_flags(own),
                 *to_flags(worker),
@@ -105,35 +109,6 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
             ]
             processes.append(process)
     return processes
-
-
-def split_cores(topology: TopologyConfig, cores: Sequence[int]) -> dict[WorkerRole, list[tuple[int, ...]]]:
-    """Cores of each worker. Who computes prompts never shares one with who streams, where there are enough.
-
-    Raises:
-        ConfigError: the prefill workers are to have all cores.
-    """
-    if not topology.prefill_workers:
-        return {"prefill": [], "decode": _dealt(cores, topology.decode_workers)}
-    count = topology.prefill_threads or max(1, len(cores) // 2)
-    if len(cores) > 1 and count >= len(cores):
-        raise ConfigError(
-            f"prefill_threads must leave a core to the decode workers, got {count} of {len(cores)}",
-            hint=f"use at most --prefill-threads {len(cores) - 1}",
-        )
-    rest = cores[: len(cores) - count] or cores
-    return {
-        "prefill": _dealt(cores[-count:], topology.prefill_workers),
-        "decode": _dealt(rest, topology.decode_workers),
-    }
-
-
-def _dealt(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Cores in equal parts side by side; with fewer cores than workers some share one."""
-    size = len(cores) // workers
-    if size == 0:
-        return [(cores[number % len(cores)],) for number in range(workers)]
-    return [tuple(cores[number * size : (number + 1) * size]) for number in range(workers)]
 
 
 def _engine_of(role: WorkerRole, engine: EngineConfig, whole: Preparation, share: float) -> EngineConfig:

@@ -47,6 +47,9 @@ class _Transfer:
     received: int  # tokens whose rows are there
     stop: int  # tokens whose rows are wanted
     begin_s: float
+    wire_bytes: int = 0
+    queue_s: float = 0.0
+    errors: tuple[float, ...] = ()
 
 
 class RowTerms:
@@ -210,10 +213,13 @@ class RemotePrefill:
             self._terms.receiver(link).any.decode(self._cache, blocks, span, rows.payload)
         count = min(rows.num_draft_tokens, rows.num_tokens) if link in self._terms.same_drafter else 0
         self._tell_drafter(transfer.request, ReceivedRows(rows.first_token, rows.first_token + count, rows.stop))
-        transfer.received = rows.stop
+        transfer.received, transfer.queue_s, transfer.errors = rows.stop, rows.queue_s, rows.errors
+        row_bytes = len(blocks) * self._cache.layout.row_bytes
+        wire_bytes = len(rows.payload) or row_bytes
+        transfer.wire_bytes += wire_bytes
         self.counts.num_tokens += rows.num_tokens
-        self.counts.row_bytes += len(blocks) * self._cache.layout.row_bytes
-        self.counts.wire_bytes += len(rows.payload) or len(blocks) * self._cache.layout.row_bytes
+        self.counts.row_bytes += row_bytes
+        self.counts.wire_bytes += wire_bytes
 
     def _tell_drafter(self, request: Request, rows: ReceivedRows) -> None:
         if (speculator := self._engine.speculator) is not None:
@@ -237,14 +243,21 @@ class RemotePrefill:
         transfer = self._transfers.pop(number)
         del self._by_request[transfer.request]
         if transfer.received == transfer.stop:
-            self.counts.num_complete += 1
-            self.counts.fetch_s += time.perf_counter() - transfer.begin_s
+            self._note_complete(transfer)
         else:
             self.counts.num_failed += 1
             missing = transfer.stop - transfer.received
             log.warning("%s: %d tokens are computed here: %s", transfer.request.request_id, missing, error)
         self.connector.cancel(number)
         self._scheduler.arrived(transfer.request, transfer.received)
+
+    def _note_complete(self, transfer: _Transfer) -> None:
+        self.counts.num_complete += 1
+        self.counts.observe("seconds", time.perf_counter() - transfer.begin_s)
+        self.counts.observe("size_bytes", transfer.wire_bytes)
+        self.counts.observe("queue_s", transfer.queue_s)
+        for name, error in zip(("key_error", "value_error"), transfer.errors, strict=False):  # none without loss
+            self.counts.observe(name, error)
 
 
 def connect_prefill(

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from triblade.disagg.remote_client import RemoteClient
@@ -27,7 +27,6 @@ from triblade.engine.outputs import RequestOutput
 from triblade.engine.transfers import TransferCounts
 from triblade.errors import WorkerLostError
 from triblade.sampling_params import SamplingParams
-from triblade.spec.record import SpeculationCounts
 
 if TYPE_CHECKING:
     from triblade.models.loader import OpenModel
@@ -259,8 +258,8 @@ def summed(kind: type[_Counts], parts: Sequence[_Counts]) -> _Counts:
 def _sum(found: list[Any]) -> Any:
     if not found or found[0] is None:
         return None
-    if isinstance(found[0], SpeculationCounts):
-        return summed(SpeculationCounts, found)
+    if is_dataclass(found[0]):
+        return summed(type(found[0]), found)
     if isinstance(found[0], list):
         length = max(map(len, found))
         return [sum(part[at] for part in found if at < len(part)) for at in range(length)]
@@ -273,5 +272,6 @@ def _summed_transfers(parts: list[TransferCounts]) -> TransferCounts:
     total.prefill_queue_s = max(part.prefill_queue_s for part in parts)
     total.prefill_backlog_tokens = max(part.prefill_backlog_tokens for part in parts)
     total.num_prefill_workers = max(part.num_prefill_workers for part in parts)
+    total.prefill_kv_usage = max(part.prefill_kv_usage for part in parts)
     total.num_expired_leases = max(part.num_expired_leases for part in parts)
     return total

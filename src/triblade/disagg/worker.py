@@ -145,6 +145,8 @@ class Prefillers:
             num_prefill_workers=len(states),
             prefill_backlog_tokens=sum(state.backlog_tokens for state in states),
             prefill_queue_s=max((state.queue_s for state in states), default=0.0),
+            prefill_kv_usage=max((state.kv_usage for state in states), default=0.0),
+            num_slow=self._fetcher.num_slow,
             num_expired_leases=sum(state.num_expired for state in states),
             num_fallbacks=sum(state.num_fallbacks for state in states),
         )
