@@ -209,7 +209,8 @@ def test_a_drafter_that_offers_many_requests_nothing_is_left_alone_for_a_while()
             pass
 
     drafter = Silent()
-    llm = speculate(tiny_llm(open_tiny("llama", max_position_embeddings=512), num_kv_blocks=200), drafter, 3)
+    model = open_tiny("llama", max_position_embeddings=512)
+    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     llm.generate([[1, 2, 3]] * 4, params)
     assert drafter.calls == 64
