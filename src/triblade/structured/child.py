@@ -17,12 +17,10 @@ import numpy as np
 import psutil
 import xgrammar
 
+from triblade.structured.json_schema import ANY_OBJECT, MAX_WHITESPACE
+
 MAX_MEMORY_BYTES = 2**30  # beyond what it has when it starts
 REHEARSALS, REHEARSAL_TOKENS = 2, 64
-MAX_WHITESPACE = (
-    16  # characters in a row between the parts of a JSON value: a small model could fill its context with them
-)
-ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 
 def main() -> None:
@@ -64,6 +62,8 @@ def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgramm
         return compiler.compile_grammar(_choice(json.loads(text)))
     if kind == "grammar":
         return compiler.compile_grammar(text)
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(text)
     schema = ANY_OBJECT if kind == "json_object" else text
     return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
