@@ -1,4 +1,4 @@
-"""Calls and reasoning in the text of answers: examples of every format, cut at every position, and as they come back when broken."""
+"""Calls and reasoning in the text of answers: examples of every format, cut at every position, and broken ones."""
 
 from __future__ import annotations
 
