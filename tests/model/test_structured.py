@@ -11,10 +11,10 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from constrained import END, answers, byte_tokenizer, engine, form
+from constrained import END, answers, byte_tokenizer, compiler, engine, form
 from random_schemas import random_schema
 
-from triblade.errors import RequestError
+from triblade.errors import RequestError, UnsupportedError
 from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams, StructuredOutputs
 from triblade.structured.compiler import GrammarCompiler
@@ -32,10 +32,11 @@ def plain() -> Iterator[LLM]:
 SCHEMAS = [random_schema(seed) for seed in range(100)]
 
 
-@pytest.mark.parametrize("drafter", [None, "suffix"])
-def test_a_hundred_random_schemas(plain: LLM, drafter: str | None) -> None:  # A23, F20
+@pytest.mark.parametrize(("drafter", "backend"), [(None, "native"), ("suffix", "native"), ("suffix", "reference")])
+def test_a_hundred_random_schemas(drafter: str | None, backend: str) -> None:  # A23, F20
     drafting = {"drafter": "suffix", "draft_policy": "fixed", "num_speculative_tokens": 4}
-    llm = engine(**drafting) if drafter else plain
+    plain = engine(backend=backend)
+    llm = engine(backend=backend, **drafting) if drafter else plain
     found = answers(llm, [form("json_schema", schema) for schema in SCHEMAS])
     ended = [
         (schema, answer.text) for schema, answer in zip(SCHEMAS, found, strict=True) if answer.finish_reason == "stop"
@@ -151,3 +152,86 @@ def test_a_form_that_never_compiles_costs_its_sender_only() -> None:  # D14
     assert turns > 20, errors
     assert [error.message for error in errors] == ["the json_schema takes more than 0.5 s to compile and to follow"]
     assert patient.compile(form("regex", "b"), frozenset({END}))().allowed().any()
+
+
+def test_a_form_that_takes_too_much_memory() -> None:  # D14
+    small = GrammarCompiler(byte_tokenizer(), END + 1, limit_s=20.0, memory_bytes=2**25)
+    wide = form("json_schema", {"enum": ["".join(chr(97 + (n >> k) % 26) for k in range(60)) for n in range(3000)]})
+    with pytest.raises(RequestError, match="too much memory"):
+        small.compile(wide, frozenset({END}))
+    assert (
+        small.compile(form("regex", "b"), frozenset({END}))().allowed().any()
+    )  # another process compiles the next one
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triblade.structured.compiler.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError) as caught:
+        compiler().compile(form("regex", "a"), frozenset({END}))
+    assert "triblade[structured]" in str(caught.value.hint)
+    assert caught.value.http_status == 400
+
+
+class StuckMatcher:
+    """A matcher whose next mask comes when it is told to."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.go_on = threading.Event()
+
+    def fill_next_token_bitmask(self, bits: Any) -> None:
+        self.go_on.wait(30)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+def test_a_mask_that_never_comes_ends_its_own_request(plain: LLM) -> None:  # D14
+    """The engine stops waiting, whoever is beside it gets the same tokens as alone, and the form is refused from then on."""
+    own = GrammarCompiler(byte_tokenizer(), END + 1)
+    stuck: list[StuckMatcher] = []
+
+    def compile(wanted: StructuredOutputs, stops: frozenset[int]) -> Any:
+        make = own.compile(wanted, stops)
+
+        def made() -> Any:
+            constraint: Any = make()
+            constraint._matcher = StuckMatcher(constraint._matcher)
+            stuck.append(constraint._matcher)
+            return constraint
+
+        return made
+
+    llm = engine()
+    llm.engine.compile = compile
+    free = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    hostile = SamplingParams(max_tokens=12, structured_outputs=form("regex", "[ab]+"))
+    bad, good = llm.generate([[1, 2], [4, 5, 6]], [hostile, free])
+    assert bad[0].finish_reason == "error"
+    assert good[0].token_ids == plain.generate([[4, 5, 6]], free)[0][0].token_ids
+    llm.engine.check_idle()
+    with pytest.raises(RequestError, match="too long to follow"):
+        llm.generate([[1, 2]], hostile)
+    assert len(own._abandoned) == 1
+    stuck[0].go_on.set()
+    while len(own._abandoned):
+        time.sleep(0.005)
+
+
+def test_many_that_never_come_are_refused(plain: LLM) -> None:  # D14
+    own = GrammarCompiler(byte_tokenizer(), END + 1)
+    stuck = []
+    for letter in "abcd":
+        constraint: Any = own.compile(form("regex", letter), frozenset({END}))()
+        constraint._matcher = StuckMatcher(constraint._matcher)
+        stuck.append(constraint._matcher)
+        assert constraint.allowed().all()
+        assert "too long" in constraint.fault
+        constraint.rollback(1)
+        assert not constraint.accept(ord(letter) - 33)
+        assert not constraint.is_exhausted
+    with pytest.raises(RequestError, match="too many grammars"):
+        own.compile(form("regex", "e"), frozenset({END}))
+    assert own.compile(form("json_object"), frozenset({END}))().allowed().any()
+    for matcher in stuck:
+        matcher.go_on.set()
