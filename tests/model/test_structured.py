@@ -35,8 +35,9 @@ SCHEMAS = [random_schema(seed) for seed in range(100)]
 @pytest.mark.parametrize(("drafter", "backend"), [(None, "native"), ("suffix", "native"), ("suffix", "reference")])
 def test_a_hundred_random_schemas(drafter: str | None, backend: str) -> None:  # A23, F20
     drafting = {"drafter": "suffix", "draft_policy": "fixed", "num_speculative_tokens": 4}
-    plain = engine(backend=backend)
-    llm = engine(backend=backend, **drafting) if drafter else plain
+    options = {"backend": "native", "kv_cache_dtype": "bfloat16", "block_size": 16} if backend == "native" else {}
+    plain = engine(**options)
+    llm = engine(**options, **drafting) if drafter else plain
     found = answers(llm, [form("json_schema", schema) for schema in SCHEMAS])
     ended = [
         (schema, answer.text) for schema, answer in zip(SCHEMAS, found, strict=True) if answer.finish_reason == "stop"

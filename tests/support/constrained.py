@@ -38,7 +38,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @cache
 def model() -> OpenModel:
-    tiny = open_tiny(vocab_size=PADDED, max_position_embeddings=512)
+    tiny = open_tiny(vocab_size=PADDED, max_position_embeddings=512, hidden_size=64, intermediate_size=96)
     return replace(tiny, tokenizer=byte_tokenizer(), eos_token_ids=frozenset({END}))
 
 

@@ -30,6 +30,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
 
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server (CORS), such as `https://chat.example.org`; `*` is every one. None: no page may."""
+
     generation_config: GenerationConfigSource = "auto"
     """Sampling defaults of requests: `auto` takes the model's generation_config, `none` the defaults of the OpenAI API."""
 

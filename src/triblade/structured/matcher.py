@@ -41,7 +41,7 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     return Vocabulary(info, torch.tensor(silent, dtype=torch.int64), size)
 
 
-SLOW_S = 0.25  # that one output may spend here,
+SLOW_S = 0.5  # that one output may spend here,
 SLOW_TOKEN_S = 0.003  # and for every token of it
 SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
 
@@ -57,7 +57,7 @@ class GrammarConstraint:
         vocabulary: tokens.
         stops: tokens that end an output.
         give_up: told when the grammar is too slow, with the thread that goes on computing, if there is one.
-        is_suspect: masks are computed by another thread from the start.
+        is_suspect: its masks are computed by another thread from the start.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class GrammarConstraint:
         self._known: Tensor | None = None  # the same, with end tokens
         self._left_s = SLOW_S
         self._give_up = give_up
-        self._worker = Worker() if is_suspect else None
+        self._is_suspect = is_suspect
+        self._worker: Worker | None = None
         self._is_lost = False
         self.fault: str | None = None
 
@@ -116,14 +117,14 @@ class GrammarConstraint:
         """Tokens that go on with the text, bool [V]; any of them where it was not found out in time, which is a fault."""
         if self._text is None:
             start = time.perf_counter()
-            if self._worker is None:
-                self._fill()
-            else:
+            if self._is_suspect:
+                self._worker = self._worker or Worker()
                 self._is_lost = not self._worker.run(self._fill, self._left_s)
+            else:
+                self._fill()
             spent_s = time.perf_counter() - start
             self._left_s -= spent_s
-            if self._worker is None and spent_s > SUSPECT_S:
-                self._worker = Worker()
+            self._is_suspect |= spent_s > SUSPECT_S
             if self.fault is None and (self._is_lost or self._left_s < 0):
                 self.fault = SLOW
                 self._give_up(self._worker if self._is_lost else None)
