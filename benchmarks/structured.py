@@ -43,9 +43,9 @@ LIST = {"type": "array", "minItems": 1000, "items": {"type": "string"}}
 def main() -> None:
     """What is missing, as far as time goes."""
     args = arguments()
-    stop_at = time.monotonic() + args.seconds
     rows: dict[str, Any] = json.loads(args.output.read_text())["rows"] if args.output.exists() else {}
     for part in args.parts:
+        stop_at = time.monotonic() + args.seconds / len(args.parts)
         if part == "time":
             rows[part] = cost(args.model, args.batch, args.threads)
         else:
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=250, help="after which nothing new is begun")
+    parser.add_argument("--seconds", type=float, default=250, help="of all parts, after which nothing new is begun")
     parser.add_argument("--parts", nargs="+", default=["plain", "suffix", "time"], choices=["plain", "suffix", "time"])
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()

@@ -31,7 +31,7 @@ class ServerConfig:
     """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
 
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose web pages may use the server (CORS), such as `https://chat.example.org`; `*` is every one. None: no page may."""
+    """Origins whose web pages may use the server (CORS), such as `https://chat.example.org`; `*` is every one. Default: none."""
 
     generation_config: GenerationConfigSource = "auto"
     """Sampling defaults of requests: `auto` takes the model's generation_config, `none` the defaults of the OpenAI API."""
