@@ -10,7 +10,7 @@ from triblade.config.bench import BenchConfig
 from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
-from triblade.config.mapping import from_mapping, from_toml, to_flags
+from triblade.config.mapping import from_mapping, to_flags
 from triblade.config.plan import (
     Figure,
     Goals,
@@ -53,7 +53,6 @@ __all__ = [
     "client_api_key",
     "forced_isa",
     "from_mapping",
-    "from_toml",
     "offline",
     "parse_toml",
     "read_toml",
