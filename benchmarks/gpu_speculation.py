@@ -58,7 +58,7 @@ class Model:
             head_dim=config.head_dim,
             block_size=BLOCK,
             codec="bfloat16",
-            draft=kv_layers(head_config(config, None)),
+            draft=kv_layers(head_config(config, None), "random"),
         )
         self.cache = KVCache(
             self.layout, self.layout.blocks_for(self.context) * num_sequences + 1, torch.bfloat16, memory

@@ -308,7 +308,7 @@ def config(args: argparse.Namespace, **options: Any) -> EngineConfig:
 def length_of(number: int, args: argparse.Namespace) -> int:
     """Tokens of a prompt."""
     longest: int = args.longest
-    return round(longest ** (number / max(1, args.prompts - 1)))
+    return int(round(longest ** (number / max(1, args.prompts - 1))))
 
 
 def made_prompts(tokenizer: Tokenizer, args: argparse.Namespace) -> list[Tokens]:
