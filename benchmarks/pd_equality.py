@@ -307,8 +307,8 @@ def config(args: argparse.Namespace, **options: Any) -> EngineConfig:
 
 def length_of(number: int, args: argparse.Namespace) -> int:
     """Tokens of a prompt."""
-    longest: int = args.longest
-    return int(round(longest ** (number / max(1, args.prompts - 1))))
+    tokens: float = args.longest ** (number / max(1, args.prompts - 1))
+    return round(tokens)
 
 
 def made_prompts(tokenizer: Tokenizer, args: argparse.Namespace) -> list[Tokens]:
