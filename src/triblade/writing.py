@@ -12,6 +12,7 @@ from pathlib import Path
 
 from triblade.config import AlignConfig
 from triblade.console import progress
+from triblade.files import written_whole
 from triblade.llm import LLM
 from triblade.ops.select import select_device
 from triblade.sampling_params import SamplingParams
@@ -38,9 +39,8 @@ def write_own_text(llm: LLM, samples: int, length: int, path: Path) -> None:
             for prompt, (completion,) in zip(batch, llm.generate(batch, params), strict=True):
                 written.append([*prompt, *completion.token_ids])
                 advance(length)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(written), encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(json.dumps(written), encoding="utf-8")
 
 
 def long_texts(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

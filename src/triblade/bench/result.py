@@ -20,6 +20,7 @@ from triblade import __version__
 from triblade.bench.metrics import Record, Summary
 from triblade.config import BenchConfig
 from triblade.errors import ConfigError
+from triblade.files import written_whole
 
 FORMAT = 1
 # Figures that two results are compared by: label, place in the summary, whether more is better.
@@ -65,9 +66,8 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all."""
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
 
 
 def load_result(path: Path) -> Result:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from triblade.errors import CheckpointError, ConfigError
+from triblade.files import written_whole
 from triblade.kv.calibration_lloyd import MAX_BITS
 from triblade.kv.layout import KVLayout
 
@@ -103,9 +104,8 @@ class KVTable:
     def save(self, path: Path) -> None:
         """Write a file; it has its name only when it is complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(self.to_bytes())
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_bytes(self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> KVTable:

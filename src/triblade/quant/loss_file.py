@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from triblade.errors import CheckpointError, ConfigError, TribladeError
+from triblade.files import written_whole
 from triblade.models.json_files import read_json_object
 from triblade.quant.plan import Losses
 from triblade.quant.scheme import QuantScheme
@@ -25,9 +26,9 @@ log = logging.getLogger(__name__)
 def save_losses(path: Path, losses: Losses, made_from: Mapping[str, str]) -> None:
     """Write losses, and the model and the text they belong to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"made_from": dict(made_from), "layers": [_plain(layer) for layer in losses]}, indent=1))
-    part.replace(path)
+    content = {"made_from": dict(made_from), "layers": [_plain(layer) for layer in losses]}
+    with written_whole(path) as part:
+        part.write_text(json.dumps(content, indent=1))
 
 
 def load_losses(path: Path, wanted: Sequence[QuantScheme], made_from: Mapping[str, str]) -> Losses | None:

@@ -8,7 +8,6 @@ any moment the folder describes a prefix of the run, and going on gives the same
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from triblade.errors import CheckpointError, ConfigError
+from triblade.files import written_whole
 from triblade.models.json_files import read_json_object
 from triblade.quant.layer import LayerResult
 from triblade.quant.scheme import IntegerMatrix, QuantScheme
@@ -149,12 +149,8 @@ class RunState:
 
     def _write(self) -> None:
         state = {"fingerprint": asdict(self._fingerprint), "layers": [asdict(record) for record in self.layers]}
-        part = self.folder / f"{_STATE}.part"
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(state, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.folder / _STATE)
+        with written_whole(self.folder / _STATE) as part:
+            part.write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     def _layer_path(self, index: int) -> Path:
         return self.folder / f"layer-{index:05d}.safetensors"
@@ -196,11 +192,8 @@ def _matrix(file: Any, suffix: str, scheme: QuantScheme) -> IntegerMatrix:
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    part = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
+    with written_whole(path) as part:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
 
 
 def _open(path: Path) -> Any:

@@ -6,7 +6,6 @@ than the memory it may take lies in a mapped file. Invariant: between layers the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from triblade.errors import CheckpointError
+from triblade.files import written_whole
 
 TOKENS_AT_ONCE = 2048
 
@@ -51,14 +51,10 @@ class Streams:
 
     def save(self, path: Path) -> None:
         """Write both streams, durably and all at once."""
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as file:
+        with written_whole(path) as part, part.open("wb") as file:
             for stream in self._kept():
                 for batch in self.batches():
                     file.write(stream[batch].contiguous().cpu().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote into these streams.

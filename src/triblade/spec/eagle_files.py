@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from triblade.errors import CheckpointError, ConfigError, TribladeError, UnsupportedError
+from triblade.files import written_whole
 from triblade.models.config import ModelConfig
 from triblade.models.json_files import read_json_object
 from triblade.models.loader import OpenModel
@@ -48,6 +48,7 @@ class EagleCheckpoint:
     weights: EagleWeights[QuantizedMatrix]
     inner_layers: tuple[int, ...]  # of the target, whose states the head reads beside the final ones
     facts: Mapping[str, Any]  # config.json
+    digest: str  # SHA-256 of the file of weights (hexadecimal)
 
     def head(self, embedding: Linear, backend: Backend, context_length: int) -> EagleHead:
         """The head with dense weights, in the type and on the device of the target's embedding."""
@@ -102,8 +103,9 @@ def save_eagle(
         codes = matrix.codes.cpu()
         tensors[f"{name}.codes"] = (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous() if matrix.bits == 4 else codes
         tensors[f"{name}.scales"] = matrix.scales.cpu().contiguous()
-    _publish(path / WEIGHTS, save(tensors))
-    _publish(path / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+    for name, content in ((WEIGHTS, save(tensors)), (CONFIG, (json.dumps(config, indent=1) + "\n").encode())):
+        with written_whole(path / name) as part:
+            part.write_bytes(content)
     return sum((path / name).stat().st_size for name in (CONFIG, WEIGHTS))
 
 
@@ -135,7 +137,8 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
     inner_layers = _inner_layers(path, facts, target.config)
     weights = _weights(path, facts, config, tensors, len(inner_layers))
-    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts)
+    digest = hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
+    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts, digest=digest)
 
 
 def fits(path: Path, target: OpenModel) -> bool:
@@ -220,13 +223,3 @@ def _matrix(path: Path, name: str, tensors: Mapping[str, Tensor], bits: int, sha
             f"{path / WEIGHTS}: {name} has {list(codes.shape)} codes and {list(scales.shape)} scales, not {list(shape)}"
         )
     return QuantizedMatrix(codes=codes, scales=scales, offsets=None, bits=bits)
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Write under another name, and give the file its own when it is complete."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

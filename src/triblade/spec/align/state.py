@@ -8,7 +8,6 @@ CPU; kernels of other devices may add in another order).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from triblade.errors import CheckpointError, ConfigError
+from triblade.files import written_whole
 from triblade.models.json_files import read_json_object
 from triblade.spec.align.text import Conversation
 
@@ -69,9 +69,8 @@ class AlignState:
             "token_ids": torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int32),
             "facts": torch.tensor(facts, dtype=torch.int32).view(-1, 3),
         }
-        part = self.folder / "shard.part"
-        save_file(tensors, part)
-        _publish(part, self._shard_path(self.progress.shards))
+        with written_whole(self._shard_path(self.progress.shards)) as part:
+            save_file(tensors, part)
         self.progress.shards += 1
         self.progress.writing_s += seconds
         self._write()
@@ -99,9 +98,8 @@ class AlignState:
 
     def save_training(self, content: Mapping[str, Any], steps: int, seconds: float) -> None:
         """Replace the checkpoint by one after `steps` steps, made in `seconds` since the last one."""
-        part = self.folder / "training.part"
-        torch.save(dict(content), part)
-        _publish(part, self._checkpoint_path(steps))
+        with written_whole(self._checkpoint_path(steps)) as part:
+            torch.save(dict(content), part)
         before = self._checkpoint_path(self.progress.steps)
         self.progress.steps, self.progress.training_s = steps, self.progress.training_s + seconds
         self._write()
@@ -139,10 +137,9 @@ class AlignState:
             )
 
     def _write(self) -> None:
-        part = self.folder / f"{_STATE}.part"
         state = {"fingerprint": self._fingerprint, "progress": asdict(self.progress)}
-        part.write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _publish(part, self.folder / _STATE)
+        with written_whole(self.folder / _STATE) as part:
+            part.write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         try:
@@ -161,10 +158,3 @@ class AlignState:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = sorted({*before, *now})
     return [f"{n} was {before.get(n)}, now {now.get(n)}" for n in names if before.get(n) != now.get(n)]
-
-
-def _publish(part: Path, path: Path) -> None:
-    """Give a complete file its name."""
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
