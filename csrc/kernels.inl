@@ -216,12 +216,12 @@ template <int Zero, int AheadTokens> struct Bytes {
     return w + 128;
   }
 };
-using StoredBytes = Bytes<128, 2>;  // int8; a single token reads 7 % faster if the processor looks ahead by itself
+using StoredBytes = Bytes<128, 2>;  // int8; with a single token the processor looks ahead well enough, and asking costs 7 %
 using UnpackedNibbles = Bytes<8, std::numeric_limits<int>::max()>;  // in scratch, so always near
 
 // M tokens times one block: out[m] = 16 rows. The first tokens ask for the next block while they multiply this one: with a few tokens
 // the processor is too busy to see enough lines coming, and its own prefetching starts anew at every page, so that reading and
-// multiplying would take turns. Behind a member's last block lie another's, read in vain; a farther target is not worth an argument.
+// multiplying would take turns. Behind a member's last block lies another's, which is asked for in vain.
 template <int M, class Source, bool kAffine>
 inline void integer_tile(const Matrix& matrix, int block, const uint8_t* w, const Activations& x, int t, F* out) {
   const int inputs = matrix.inputs, groups = matrix.groups(), group = matrix.group;
