@@ -21,7 +21,8 @@ from triblade.errors import TribladeError
 
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
     **dict.fromkeys(
-        ("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan", "tune"), "--model"
+        ("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan", "tune", "doctor"),
+        "--model",
     ),
     "align": "--target",
 }

@@ -180,3 +180,31 @@ class Version(_Answer):
     """Answer of GET /version."""
 
     version: str
+
+
+class PlanFigure(_Answer):
+    """A number that the plan predicts."""
+
+    name: str
+    value: float
+    unit: str
+    label: str
+
+
+class PlanFinding(_Answer):
+    """Something the plan assumes or predicts, and what was seen over the last complete window of requests."""
+
+    name: str
+    title: str
+    assumed: float
+    seen: float
+    drifted: bool
+
+
+class PlanAnswer(_Answer):
+    """The plan that is served."""
+
+    served: bool
+    prediction: list[PlanFigure]
+    findings: list[PlanFinding]
+    reasons: list[str]
