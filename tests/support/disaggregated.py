@@ -119,14 +119,18 @@ def pair(
     model: OpenModel,
     connector: str = "local",
     *,
+    way: Connector | None = None,
     change: Callable[[Link, Message], Iterable[Message]] | None = None,
     refused: bool = False,
     **options: Any,
 ) -> Iterator[Pair]:
-    """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears."""
+    """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears.
+
+    `way` takes the place of the connector of that name.
+    """
     with TemporaryDirectory() as folder:
         address = {"local": "prefill", "tcp": "127.0.0.1:0", "shm": str(Path(folder, "p"))}[connector]
-        way: Connector = CONNECTORS[connector]()
+        way = way or CONNECTORS[connector]()
         made = Pair(model, way if change is None else Disturbed(way, change), address, **options)
         try:
             made.eventually(lambda: bool(made.fetcher.refusals) if refused else made.fetcher.num_ready == 1)

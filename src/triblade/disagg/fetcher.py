@@ -2,8 +2,8 @@
 
 Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
 much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
-is told exactly once, whatever happens: the peer's word, its loss, or silence for `timeout_s`; a cancelled one ends without a
-word.
+is told exactly once, whatever happens: the peer's word, its loss, silence for `timeout_s`, or a link so slow that the rest would
+take longer than that; a cancelled one ends without a word.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Connector, Link
+from triblade.disagg.pace import Pace
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
 from triblade.errors import WireError
 
@@ -28,6 +29,8 @@ TICK_S = 0.1
 REDIAL_S = 1.0
 REDIAL_REFUSED_S = 60.0
 SILENCE_S = 10.0  # prefill workers say how busy they are much more often
+TURNS = 2  # messages that everybody else may have before the next one of a transfer that is late
+SLOW_S, SLOW_SHARE = 1.0, 0.8  # a transfer that took so long, and in most of that time waited for the link, was slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,10 @@ class _Open:
     peer: _Peer
     attempt: int
     left_tokens: int
-    deadline_s: float
+    begin_s: float
+    last_s: float  # when its last row came
+    begin_receiving_s: float  # the link's, then
+    seen_messages: int  # the peer's, when its last row came
     is_over: bool = False  # its end was told
 
 
@@ -103,6 +109,9 @@ class Fetcher:
         notify: called from any thread when `poll` has something.
         max_backlog: tokens that may wait at a peer.
         timeout_s: of transfers, since their last row.
+
+    Attributes:
+        num_slow: transfers that took long because of the link.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Fetcher:
         self._peers = [_Peer(self, address) for address in addresses]
         self._open: dict[int, _Open] = {}
         self._arrivals: deque[Arrival] = deque()
+        self.num_slow = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tend, name="triblade-fetcher", daemon=True)
         self._thread.start()
@@ -143,9 +153,11 @@ class Fetcher:
         return [peer.refusal for peer in self._peers if peer.refusal is not None]
 
     def accepts(self, num_tokens: int) -> bool:
-        """See `KVConnector`."""
+        """See `KVConnector`. On a link so slow that the rows would be given up, nobody waits for them."""
         peer = self._least_busy()
-        return peer is not None and peer.backlog_tokens + num_tokens <= self._max_backlog
+        if peer is None or peer.backlog_tokens + num_tokens > self._max_backlog:
+            return False
+        return peer.pace.expected_s(peer.own_tokens + num_tokens, time.monotonic()) <= self._timeout_s
 
     def fetch(self, request: Fetch) -> None:
         """See `KVConnector`."""
@@ -156,7 +168,10 @@ class Fetcher:
                 self._tell(Arrival(End(transfer=request.transfer, attempt=request.attempt, error="no prefill worker")))
                 return
             peer.own_tokens += tokens
-            self._open[request.transfer] = _Open(peer, request.attempt, tokens, time.monotonic() + self._timeout_s)
+            now = time.monotonic()
+            self._open[request.transfer] = _Open(
+                peer, request.attempt, tokens, now, now, peer.receiving_s, peer.num_messages
+            )
         peer.send(request)
 
     def cancel(self, transfer: int) -> None:
@@ -164,6 +179,7 @@ class Fetcher:
         with self._lock:
             found = self._forget(transfer)
         if found is not None:
+            self._note_slowness(found)
             found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
 
     def poll(self) -> Arrival | None:
@@ -192,8 +208,13 @@ class Fetcher:
                 count = min(found.left_tokens, message.num_tokens)
                 found.left_tokens -= count
                 peer.own_tokens -= count
-                found.deadline_s = time.monotonic() + self._timeout_s
+                found.last_s, found.seen_messages = time.monotonic(), peer.num_messages
             self._tell(Arrival(message, link))
+            if (
+                not found.is_over
+                and (rest_s := peer.pace.expected_s(found.left_tokens, found.last_s)) > self._timeout_s
+            ):
+                self._end(message.transfer, found, f"a slow link: the rest would take {rest_s:.0f} s")
 
     def lost(self, peer: _Peer, reason: str) -> None:
         """A peer is gone: so are its transfers."""
@@ -211,10 +232,27 @@ class Fetcher:
 
     def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
         for transfer, found in self._open.items():
-            if found.is_over or not is_over(found):
-                continue
-            found.is_over = True
-            self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
+            if not found.is_over and is_over(found):
+                self._end(transfer, found, reason)
+
+    def _end(self, transfer: int, found: _Open, reason: str) -> None:
+        found.is_over = True
+        self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
+
+    def _is_late(self, found: _Open, now: float) -> bool:
+        """No row for too long. While a message is on its way it may be the next one, unless all others had their turns since."""
+        if now <= found.last_s + self._timeout_s:
+            return False
+        num_open = sum(other.peer is found.peer for other in self._open.values())
+        is_moving = now <= found.peer.pace.moved_s + self._timeout_s
+        return not is_moving or found.peer.num_messages - found.seen_messages > TURNS * num_open
+
+    def _note_slowness(self, found: _Open) -> None:
+        """A whole transfer that mostly waited for the link."""
+        took_s, waited_s = time.monotonic() - found.begin_s, found.peer.receiving_s - found.begin_receiving_s
+        if found.left_tokens == 0 and took_s > SLOW_S and waited_s > SLOW_SHARE * took_s:
+            self.num_slow += 1
+            found.peer.warn_of_slowness(took_s, waited_s)
 
     def _tell(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
@@ -227,7 +265,7 @@ class Fetcher:
             for peer in self._peers:
                 peer.tend(self._connector, now)
             with self._lock:
-                self._end_where(lambda found: found.deadline_s < now, f"no rows for {self._timeout_s:g} s")  # noqa: B023
+                self._end_where(lambda found: self._is_late(found, now), f"no rows for {self._timeout_s:g} s")  # noqa: B023
 
 
 class _Peer:
@@ -239,6 +277,9 @@ class _Peer:
         self.own_tokens = 0  # asked for and not come
         self.is_ready = False
         self.refusal: str | None = None
+        self.pace = Pace(time.monotonic())
+        self.num_messages = 0  # with rows
+        self._warned_of_slowness = False
         self._fetcher = fetcher
         self._link: Link | None = None
         self._next_dial_s = 0.0
@@ -248,6 +289,24 @@ class _Peer:
     def backlog_tokens(self) -> int:
         """Tokens that wait there, as far as known: its own word is a little old."""
         return max(self.state.backlog_tokens, self.own_tokens)
+
+    @property
+    def receiving_s(self) -> float:
+        """Seconds that rows which came were on their way, since the link began."""
+        link = self._link
+        return 0.0 if link is None else link.traffic.receiving_s
+
+    def warn_of_slowness(self, took_s: float, waited_s: float) -> None:
+        """Once for each link."""
+        if not self._warned_of_slowness:
+            self._warned_of_slowness = True
+            log.warning(
+                "slow link to prefill worker %s: %.1f of a transfer's %.1f s went by waiting for bytes; "
+                "a smaller wire codec, a nearer worker or a larger --remote-prefill-tokens would help",
+                self.address,
+                waited_s,
+                took_s,
+            )
 
     def send(self, message: Message) -> None:
         """To a peer that is gone, nothing is sent."""
@@ -265,7 +324,8 @@ class _Peer:
     def tend(self, connector: Connector, now: float) -> None:
         """Dial when it is time; hang up on who is silent."""
         if self._link is not None:
-            if now - self._last_word_s > SILENCE_S:
+            self.pace.look(self._link.traffic, now)
+            if now - max(self._last_word_s, self.pace.moved_s) > SILENCE_S:
                 log.warning("prefill worker %s has been silent for %g s", self.address, SILENCE_S)
                 self._link.close()
             return
@@ -278,12 +338,17 @@ class _Peer:
             log.debug("prefill worker %s: %s", self.address, error)
             return
         self._link, self._last_word_s = link, now
+        self.pace, self._warned_of_slowness = Pace(now), False
         link.start(self)
         link.send(self._fetcher.terms.hello())
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
-        self._last_word_s = time.monotonic()
+        now = self._last_word_s = time.monotonic()
+        if message.payload:
+            self.pace.came(link.traffic, message.num_tokens if isinstance(message, Rows) else 0, now)
+        if isinstance(message, Rows):
+            self.num_messages += 1
         if isinstance(message, Rows | End):
             self._fetcher.arrived(self, link, message)
         elif isinstance(message, State):

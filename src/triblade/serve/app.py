@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from triblade import __version__
@@ -44,7 +45,11 @@ def create_app(state: ServerState) -> ASGIApp:
     app = RateLimit(app, limiter)
     app = Readiness(app, state)
     app = Authentication(app, config.api_key)
-    return RequestLog(app, metrics)
+    app = RequestLog(app, metrics)
+    if config.allowed_origins:  # outermost: a browser asks before it sends a key
+        methods, shown = ("GET", "POST"), ("X-Request-Id", "Retry-After")
+        app = CORSMiddleware(app, config.allowed_origins, methods, allow_headers=["*"], expose_headers=shown)
+    return app
 
 
 def _totals(load: EngineLoad) -> dict[str, float]:
