@@ -36,6 +36,7 @@ LINE = (
 BASE = {"", "page", "files", "errors", "registry", "config", "sampling_params", "host", "console"}
 COMMAND_LINE = {"cli", "commands", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
+PURE += ("tune.points", "tune.measured", "tune.ablation", "tune.trial_plan")
 PURE += ("tune.serving", "tune.gates", "tune.make_plan", "tune.plan_report", "tune.bill")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")
 PURE += ("bench.workload", "bench.metrics", "doctor.symptoms")

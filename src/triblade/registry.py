@@ -136,6 +136,9 @@ ATTENTION_BACKENDS = Registry(
     },
 )
 
+# Name -> class (matrices, dtype) of products where they are faster than ours; see `engine.linear_choice`.
+LINEAR_BACKENDS = Registry("linear backend", {"humming": "triblade.ops.cuda.humming:HummingProducts"})
+
 BACKENDS = Registry(
     "backend",
     {

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from disaggregated import pair
 from tiny import prompt, tiny_model
 from tiny_engine import DictionaryCheckpoint, open_tiny, tiny_llm
@@ -279,6 +280,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"prefill_model": model("llama-mha")}, "num_kv_heads: 4, 2"),  # G10
     "model": ({"prefill_model": another_model()}, "model_hash: "),
     "rope": ({"prefill_model": model("llama-linear")}, "rope: "),
+    "weights": (
+        {"prefill_model": replace(model(), dtype=torch.bfloat16), "kv_cache_dtype": "float32"},
+        "weights: 'as stored, bfloat16', 'as stored, float32'",
+    ),
+    "drafter": ({"prefill": {"draft_layers": 2}, "drafter": "self", "draft_layers": 1}, "draft: "),
 }
 
 

@@ -22,14 +22,17 @@ from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
 
 PARAMS = SamplingParams(max_tokens=2)
-MODEL: Any = SimpleNamespace(vocab_size=50_000, tokenizer=None, generation_config={})
+MODEL: Any = SimpleNamespace(
+    vocab_size=50_000, tokenizer=None, generation_config={}, checkpoint=SimpleNamespace(fingerprint=lambda: "h")
+)
+LIMITS: dict[str, Any] = {"vocab_size": 9, "kv_tokens": 10_000, "max_logprobs": 5}
 
 
 class FakeWorker:
     """Two tokens for everybody; `lose_after` tokens it is gone."""
 
     def __init__(self, lose_after: int | None = None, context_length: int = 512) -> None:
-        self.welcome = Welcome(model="m", vocab_size=9, context_length=context_length, kv_tokens=10_000, max_logprobs=5)
+        self.welcome = Welcome(model="m", model_hash="h", context_length=context_length, **LIMITS)
         self.is_alive, self.is_draining = True, False
         self.num_calls = 0
         self.prompts: list[list[int]] = []

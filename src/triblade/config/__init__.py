@@ -25,6 +25,7 @@ from triblade.config.plan import (
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
 from triblade.config.toml_file import parse_toml, read_toml, to_toml
+from triblade.config.tune import TuneConfig
 from triblade.config.worker import WorkerConfig
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "ServingEngine",
     "TopologyConfig",
     "TransferConfig",
+    "TuneConfig",
     "WeightPlan",
     "WorkerConfig",
     "Workload",

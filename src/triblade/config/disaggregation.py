@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from triblade.config.checks import require_at_least
+from triblade.config.checks import require_address, require_at_least, require_positive
 from triblade.errors import ConfigError
 
 ConnectorName = Literal["shm", "tcp"]
@@ -72,6 +72,15 @@ class TopologyConfig:
     worker_restarts: int = 3
     """Times that a worker which died is started again."""
 
+    decode_address: tuple[str, ...] = ()
+    """A decode worker that was started elsewhere (`triblade worker`), as HOST:PORT or path; may be given several times."""
+
+    prefill_address: tuple[str, ...] = ()
+    """A prefill worker that was started elsewhere, for the decode workers that are started here; may be given several times."""
+
+    attach_timeout_s: float = 60.0
+    """Seconds that workers started elsewhere have to answer when the server starts."""
+
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("prefill_workers", "decode_workers", "worker_restarts"):
@@ -81,12 +90,26 @@ class TopologyConfig:
             raise ConfigError(
                 f"prefill_workers: {self.prefill_workers} without a decode worker", hint="add --decode-workers 1"
             )
+        if self.prefill_address and not self.decode_workers:
+            raise ConfigError(
+                f"prefill_address is for decode workers that are started here, got: {', '.join(self.prefill_address)}",
+                hint="add --decode-workers 1, or give it to the `triblade worker` that decodes",
+            )
+        for name in ("decode_address", "prefill_address"):
+            for address in getattr(self, name):
+                require_address(name, address)
+        require_positive("attach_timeout_s", self.attach_timeout_s)
         _ = self.shares
 
     @property
     def is_distributed(self) -> bool:
         """Whether there are workers at all."""
-        return self.decode_workers > 0
+        return self.decode_workers > 0 or bool(self.decode_address)
+
+    @property
+    def num_prefill_workers(self) -> int:
+        """That a decode worker which is started here knows."""
+        return self.prefill_workers + len(self.prefill_address)
 
     @property
     def shares(self) -> tuple[float, float]:

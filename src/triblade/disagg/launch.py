@@ -1,4 +1,5 @@
-"""`triblade serve` with workers: what each of them gets of the machine, and a router over all of them.
+"""`triblade serve` with workers: what each of them gets of the machine, and a router over all of them, those that were started
+elsewhere included.
 
 Where there are enough devices each worker has its own; else the memory that one engine would give to its KV cache is split by
 `pd_memory`. Cores are split by role. Knows how workers are told what to do (command line options), nothing of what they do.
@@ -21,7 +22,9 @@ from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.router import Router
 from triblade.disagg.rpc import CLIENT_PROTOCOL
 from triblade.disagg.sockets import SocketLink, connected
+from triblade.disagg.worker import check_addresses
 from triblade.engine.build import Preparation, prepare
+from triblade.engine.client import EngineLoad
 from triblade.errors import ConfigError, EngineDeadError
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_device
@@ -29,7 +32,6 @@ from triblade.ops.select import select_device
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-WAIT_FOR_PREFILL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,22 @@ class Deployment:
 
 
 def start_workers(deployment: Deployment) -> Router:
-    """Start the processes and wait until they serve.
+    """Start the processes, attach to those that run elsewhere, and wait until they serve.
 
     Raises:
-        TribladeError: the options contradict each other or the machine, or a worker did not start.
+        TribladeError: the options contradict each other or the machine, or a worker did not start or answer, or serves
+            something else.
     """
+    topology = deployment.topology
+    check_addresses(deployment.transfer, topology.prefill_address)
     model = open_model(deployment.engine)
-    processes = planned(deployment, model)
-    supervisor = Supervisor(processes, deployment.topology.worker_restarts)
-    dials = [partial(_dial, process.address) for process in processes if process.role == "decode"]
-    router = Router(model, dials, supervisor.close)
+    processes = planned(deployment, model) if topology.decode_workers else []
+    supervisor = Supervisor(processes, topology.worker_restarts)
+    addresses = [process.address for process in processes if process.role == "decode"]
+    router = Router(model, [partial(_dial, each) for each in (*addresses, *topology.decode_address)], supervisor.close)
     try:
-        _wait(router, supervisor, deployment.topology)
+        _attach(router, topology)
+        _wait(router, supervisor, topology)
     except BaseException:
         router.close()
         raise
@@ -84,6 +90,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
         own = _engine_of(role, engine, whole, 1.0 if devices.shares else share / max(1, counts[role]))
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
+            addresses += topology.prefill_address
             process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector == "shm")
             worker = WorkerConfig(
                 role=role,
@@ -125,23 +132,53 @@ def _dial(address: str) -> RemoteClient:
     return RemoteClient(SocketLink(connected(address), address, CLIENT_PROTOCOL))
 
 
-def _wait(router: Router, supervisor: Supervisor, topology: TopologyConfig) -> None:
-    """Until every decode worker serves, and knows its prefill workers.
+def _attach(router: Router, topology: TopologyConfig) -> None:
+    """Wait until the decode workers that were started elsewhere serve.
 
     Raises:
-        EngineDeadError: one ended instead.
+        EngineDeadError: one does not answer.
+        ConfigError: one serves another model.
     """
-    since_s: float | None = None
+    addresses = dict(enumerate(topology.decode_address, start=topology.decode_workers))
+    deadline = time.monotonic() + topology.attach_timeout_s
+    while missing := {number: why for number, why in router.missing.items() if number in addresses}:
+        strange = [number for number in router.strangers if number in missing]
+        number = (strange or list(missing))[0]
+        fault = f"decode worker at {addresses[number]}: {missing[number]}"
+        if strange:
+            raise ConfigError(fault, hint="give `triblade serve` the model that the worker was started with")
+        if time.monotonic() > deadline:
+            hint = (
+                f"triblade worker MODEL --role decode --address {addresses[number]} starts one; see --attach-timeout-s"
+            )
+            raise EngineDeadError(fault, hint=hint)
+        time.sleep(POLL_S)
+
+
+def _wait(router: Router, supervisor: Supervisor, topology: TopologyConfig) -> None:
+    """Until every decode worker that is started here serves, and knows its prefill workers.
+
+    Raises:
+        EngineDeadError: one ended instead, or the prefill workers do not answer.
+    """
+    own, wanted = range(topology.decode_workers), topology.num_prefill_workers
+    if not own:
+        return
+    deadline: float | None = None
     while True:
         if (failure := supervisor.failure) is not None:
             raise EngineDeadError(failure, hint="its own message stands above")
-        loads = [worker.load() for worker in router.ready]
-        if len(loads) == topology.decode_workers:
-            known = [0 if load.transfers is None else load.transfers.num_prefill_workers for load in loads]
-            if not topology.prefill_workers or min(known) == topology.prefill_workers:
+        if not router.missing.keys() & set(own):
+            known = min((_num_prefill_workers(load) for load in router.loads(own)), default=0)
+            if known == wanted:
                 supervisor.all_started()
                 return
-            since_s = since_s or time.monotonic()
-            if time.monotonic() - since_s > WAIT_FOR_PREFILL_S:
-                raise EngineDeadError("the prefill workers do not answer", hint="see the log above")
+            deadline = deadline or time.monotonic() + topology.attach_timeout_s
+            if time.monotonic() > deadline:
+                names = ", ".join(topology.prefill_address) or "started here"
+                raise EngineDeadError(f"{known} of {wanted} prefill workers answer ({names})", hint="see the log above")
         time.sleep(POLL_S)
+
+
+def _num_prefill_workers(load: EngineLoad) -> int:
+    return 0 if load.transfers is None else load.transfers.num_prefill_workers

@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ from triblade.disagg.pace import Window
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
+from triblade.engine.local import end_thread
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.engine.request import Request
 from triblade.errors import TribladeError, WireError
@@ -109,6 +111,7 @@ class PrefillService:
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
     def num_jobs(self) -> int:
@@ -138,8 +141,7 @@ class PrefillService:
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._closing()
 
     def _run(self) -> None:
         while self._is_open:
@@ -270,10 +272,12 @@ class PrefillService:
         """The next rows, behind the last ones the End; False if there are none, or the link has enough."""
         block_size = self.engine.scheduler.block_size
         done = min(job.request.num_computed_tokens, job.stop)
-        ready = done if done == job.stop else done // block_size * block_size
-        if job.sent >= ready or job.link.unsent_bytes >= self._links[job.link].window.limit_bytes:
+        if done < job.stop:  # a drafter that is behind will still write to rows; behind the last step it does not
+            filled = self._num_filled(job.request)
+            done = (done if filled is None else min(done, filled)) // block_size * block_size
+        if job.sent >= done or job.link.unsent_bytes >= self._links[job.link].window.limit_bytes:
             return False
-        self._send(job, min(self._message_tokens(job.link), ready - job.sent))
+        self._send(job, min(self._message_tokens(job.link), done - job.sent))
         if job.sent == job.stop:
             self._end(job, None)
         return not job.has_ended
@@ -303,6 +307,7 @@ class PrefillService:
             first_token=first,
             num_tokens=num_tokens,
             num_prompt_tokens=span.num_prompt_tokens,
+            num_draft_tokens=max(0, min((self._num_filled(job.request) or 0) - first, num_tokens)),
             blocks=tuple(blocks) if by_reference else (),
             checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
             expires_s=lease.expires_s if by_reference else 0.0,
@@ -312,6 +317,10 @@ class PrefillService:
         )
         job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
+
+    def _num_filled(self, request: Request) -> int | None:
+        speculator = self.engine.speculator
+        return None if speculator is None else speculator.num_filled(request)
 
     def _taken(self, job: _Job | None, stop: int) -> None:
         if job is None:
@@ -326,8 +335,7 @@ class PrefillService:
         """Tell the peer; the request's own blocks are not needed any more."""
         job.link.send(End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error))
         job.has_ended = True
-        self.engine.abort([job.request])
-        self.engine.scheduler.release(job.request)
+        self.engine.let_go(job.request)
         if not job.leases:
             del self._jobs[job.key]
 
@@ -342,8 +350,7 @@ class PrefillService:
         if job is None or self._jobs.pop(job.key, None) is None:
             return
         if not job.has_ended:
-            self.engine.abort([job.request])
-            self.engine.scheduler.release(job.request)
+            self.engine.let_go(job.request)
         for lease in job.leases:
             self.engine.pool.release(lease.blocks)
         job.leases.clear()

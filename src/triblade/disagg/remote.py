@@ -31,6 +31,7 @@ from triblade.engine.transfers import TransferCounts
 from triblade.errors import WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.wire import WireSpan
+from triblade.spec.drafter import ReceivedRows
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,12 @@ class RowTerms:
 
     Attributes:
         sources: pools of peers whose rows are read where they are.
+        same_drafter: links of peers whose drafter, if any, is that of this side.
     """
 
     def __init__(self, cache: KVCache, codec: str, *, by_reference: bool) -> None:
         self.sources: weakref.WeakKeyDictionary[Link, Tensor] = weakref.WeakKeyDictionary()
+        self.same_drafter: weakref.WeakSet[Link] = weakref.WeakSet()
         self._receivers: weakref.WeakKeyDictionary[Link, Receiver] = weakref.WeakKeyDictionary()
         self._cache, self._codec = cache, codec
         self._by_reference = by_reference and codec == "raw" and cache.pool.device.type == "cpu"
@@ -72,10 +75,13 @@ class RowTerms:
     def check(self, link: Link, hello: Hello) -> None:
         """See `fetcher.Terms`."""
         layout = self._cache.layout
-        difference = why_not(layout_from(hello.layout), layout, hello.codec, self._codec)
+        theirs = layout_from(hello.layout)
+        difference = why_not(theirs, layout, hello.codec, self._codec)
         if difference is not None:
             raise WireError(f"prefill and decode worker differ in {difference}", hint="start both with equal options")
         check_canary(self._cache, self.receiver(link).any, hello.payload)
+        if theirs.draft == layout.draft:
+            self.same_drafter.add(link)
         if hello.by_reference:
             if link.file is None:
                 raise WireError("the prefill worker promised its rows and sent no memory")
@@ -109,7 +115,7 @@ class RemotePrefill:
     def __init__(self, engine: Engine, config: TransferConfig, terms: RowTerms, again: Callable[[], None]) -> None:
         self.connector: KVConnector | None = None
         self.counts = TransferCounts()
-        self._scheduler = engine.scheduler
+        self._engine, self._scheduler = engine, engine.scheduler
         self._cache = engine.runner.executor.cache
         self._config, self._terms, self._again = config, terms, again
         self._numbers = itertools.count()
@@ -136,6 +142,7 @@ class RemotePrefill:
         self._transfers[number] = _Transfer(request, first, request.num_tokens - 1, time.perf_counter())
         self._by_request[request] = number
         self.counts.num_fetches += 1
+        self._tell_drafter(request, ReceivedRows(first, first, request.num_tokens - 1))
         self.connector.fetch(
             Fetch(
                 transfer=number,
@@ -204,6 +211,8 @@ class RemotePrefill:
             span = WireSpan(rows.first_token, rows.num_tokens, transfer.stop + 1)
             assert link is not None, "rows came without a link"
             self._terms.receiver(link).any.decode(self._cache, blocks, span, rows.payload)
+        count = min(rows.num_draft_tokens, rows.num_tokens) if link in self._terms.same_drafter else 0
+        self._tell_drafter(transfer.request, ReceivedRows(rows.first_token, rows.first_token + count, rows.stop))
         transfer.received, transfer.queue_s, transfer.errors = rows.stop, rows.queue_s, rows.errors
         row_bytes = len(blocks) * self._cache.layout.row_bytes
         wire_bytes = len(rows.payload) or row_bytes
@@ -211,6 +220,10 @@ class RemotePrefill:
         self.counts.num_tokens += rows.num_tokens
         self.counts.row_bytes += row_bytes
         self.counts.wire_bytes += wire_bytes
+
+    def _tell_drafter(self, request: Request, rows: ReceivedRows) -> None:
+        if (speculator := self._engine.speculator) is not None:
+            speculator.received(request, rows)
 
     def _copy(self, blocks: list[int], rows: Rows, link: Link | None) -> None:
         """Rows by reference. They are checked where they are now, so it does not matter when the sender took them back."""

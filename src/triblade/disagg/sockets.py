@@ -47,7 +47,7 @@ class SocketLink:
         self._unsent = 0
         self._receiver: Receiver | None = None
         self._closed = False
-        # No daemons: what they hold last may be a tensor over shared memory, which must not be freed while the interpreter ends.
+        # No daemons: a thread that is in torch's code when the interpreter ends, if only to free a tensor, aborts the process.
         self._threads = [
             threading.Thread(target=work, name=f"triblade-link{work.__name__}") for work in (self._read, self._write)
         ]

@@ -89,6 +89,7 @@ class Rows(Message):
     first_token: int
     num_tokens: int
     num_prompt_tokens: int  # of the whole request, the last token included
+    num_draft_tokens: int = 0  # of these tokens, leading ones whose rows have the drafter's part
     blocks: tuple[int, ...] = ()  # by reference: ids in P's pool, and no payload
     checksum: int = 0  # of rows by reference: CRC-32
     expires_s: float = 0.0  # of rows by reference: until when they stand, on the host's monotonic clock

@@ -138,7 +138,8 @@ class _Habits:
     def observe(self, outcome: Verified) -> None:
         self.offered.observe(outcome.asked, outcome.proposed)
         self.backed.observe(min(outcome.asked, outcome.accepted + 1), outcome.proposed)
-        self.accepted.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
+        if outcome.proposed:
+            self.accepted.observe(outcome.judged, outcome.accepted)
 
     def prospect(self, prior: Sequence[Sequence[float]], limit: int, weight: float) -> Prospect:
         """What to expect of drafts of up to `limit` tokens, with what is expected of all as the prior."""
@@ -238,7 +239,8 @@ class AdaptivePolicy:
 
     def _observe_request(self, outcome: Verified) -> None:
         self._shared.observe(outcome)
-        self._usual.observe(outcome.accepted if outcome.is_last else outcome.proposed, outcome.accepted)
+        if outcome.proposed:
+            self._usual.observe(outcome.judged, outcome.accepted)
         if outcome.is_last:  # nothing is remembered of it, so that nothing is left whenever it is forgotten
             return
         habits = self._habits.get(outcome.number)
