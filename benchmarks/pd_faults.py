@@ -53,7 +53,7 @@ from triblade.models.loader import OpenModel, open_model
 
 Change = Callable[[Message], Iterable[Message]]
 SHARES = (0.1, 0.5, 0.9)
-SLOW = {"slow link: 200 kB/s, all rows come": 200_000.0, "slow link: 25 kB/s, rows are given up": 25_000.0}
+SLOW = {"slow link: 200 kB/s": 200_000.0, "slow link: 25 kB/s": 25_000.0}
 MISMATCHES: dict[str, dict[str, Any]] = {
     "mismatched KV dtype": {"prefill": {"kv_cache_dtype": "bfloat16"}},
     "mismatched block size": {"prefill": {"block_size": 8}},

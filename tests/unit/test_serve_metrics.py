@@ -79,7 +79,7 @@ def test_paths_and_methods_cannot_multiply_series(live: Live) -> None:
     for number in range(5):
         live.get(f"/scan/{number}")
         live.get(f"/v1/models/{number}")
-        live.http.request(("PROPFIND", "MKCOL", "LOCK")[number % 3], "/")
+        live.http.request(("PROPFIND", "MKCOL", "LOCK")[number % 3], "/nowhere")
     assert live.metric("http_requests_total", route="unknown", method="GET") == 5
     assert live.metric("http_requests_total", route="/v1/models/{model:path}", status="404") == 5
     assert live.metric("http_requests_total", method="other", status="404") == 5
