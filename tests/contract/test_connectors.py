@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from disaggregated import pair
+from disaggregated import PLACED, pair
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
@@ -21,7 +21,7 @@ from triblade.models.loader import OpenModel
 from triblade.registry import CONNECTORS
 from triblade.sampling_params import SamplingParams
 
-ALL = sorted(CONNECTORS)
+ALL = [*sorted(CONNECTORS), PLACED]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 IDS = prompt(57, seed=21)
 # Small messages: a prompt of 57 tokens is fourteen chunks, so there is a middle to break.
@@ -55,7 +55,7 @@ class Fault:
 
 def damaged(_: Link, rows: Rows) -> list[Message]:
     """One bit is wrong."""
-    if rows.blocks:
+    if rows.blocks or rows.is_placed:
         return [replace(rows, checksum=rows.checksum ^ 1)]
     payload = bytearray(rows.payload)
     payload[len(payload) // 2] ^= 4

@@ -11,11 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from emulated_device import EmulatedIpcConnector
 from tiny_engine import tiny_llm
 
 from triblade.config import EngineConfig, TransferConfig
 from triblade.disagg.frames import Message
+from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.links import Connector, Link, Listener, Receiver
+from triblade.disagg.placed_rows import row_memory_of
 from triblade.disagg.prefill import PrefillService
 from triblade.disagg.remote import connect_prefill
 from triblade.disagg.shared_rows import SharedPool
@@ -28,6 +31,7 @@ from triblade.registry import CONNECTORS
 from triblade.sampling_params import SamplingParams
 
 PATIENCE_S = 20.0
+PLACED = "placed"  # rows are written into the other worker's pool, by an emulated device
 
 
 class Pair:
@@ -59,7 +63,12 @@ class Pair:
         self.engine = tiny_llm(model, **options).engine
         if prepare is not None:
             prepare(self.engine)
-        self.prefill = PrefillService(self.prefill_engine, self.config, self.pool)
+        self.prefill = PrefillService(
+            self.prefill_engine,
+            self.config,
+            self.pool,
+            row_memory_of(connector, self.prefill_engine.runner.executor.cache.pool),
+        )
         self.listener = connector.listen(address, self.prefill.accept)
         self.client = LocalClient(self.engine)
         self.remote, self.fetcher = connect_prefill(
@@ -117,7 +126,7 @@ class Pair:
 @contextmanager
 def pair(
     model: OpenModel,
-    connector: str = "local",
+    connector: str | Connector = "local",
     *,
     change: Callable[[Link, Message], Iterable[Message]] | None = None,
     refused: bool = False,
@@ -125,8 +134,8 @@ def pair(
 ) -> Iterator[Pair]:
     """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears."""
     with TemporaryDirectory() as folder:
-        address = {"local": "prefill", "tcp": "127.0.0.1:0", "shm": str(Path(folder, "p"))}[connector]
-        way: Connector = CONNECTORS[connector]()
+        way = _connector(connector) if isinstance(connector, str) else connector
+        address = {"local": "prefill", "tcp": "127.0.0.1:0"}.get(str(connector), str(Path(folder, "p")))
         made = Pair(model, way if change is None else Disturbed(way, change), address, **options)
         try:
             made.eventually(lambda: bool(made.fetcher.refusals) if refused else made.fetcher.num_ready == 1)
@@ -134,6 +143,11 @@ def pair(
             made.check_idle()
         finally:
             made.close()
+
+
+def _connector(name: str) -> Connector:
+    made: Connector = EmulatedIpcConnector() if name == PLACED else CONNECTORS[name]()
+    return made
 
 
 class Disturbed:
@@ -151,6 +165,9 @@ class Disturbed:
         start = link.start
         link.start = lambda receiver: start(_Changing(receiver, self._change))  # type: ignore[method-assign]
         return link
+
+    def row_memory(self, pool: torch.Tensor) -> RowMemory | None:
+        return self._inner.row_memory(pool)
 
 
 class _Changing:

@@ -3,12 +3,13 @@
 Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
 much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
 is told exactly once, whatever happens: the peer's word, its loss, or silence for `timeout_s`; a cancelled one ends without a
-word.
+word, but for `Settled` where it named blocks that the peer may have been writing into.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -28,13 +29,21 @@ TICK_S = 0.1
 REDIAL_S = 1.0
 REDIAL_REFUSED_S = 60.0
 SILENCE_S = 10.0  # prefill workers say how busy they are much more often
+SETTLE_S = 1.0  # after the loss of a prefill worker, until none of its writes can be under way; the last one takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """After `cancel` of a transfer that named blocks: nobody writes into them any more."""
+
+    transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Rows or an end; rows by reference lie in the pool of `link`'s peer."""
+    """What came; of rows and ends that a peer sent itself with its link. Rows by reference lie in the pool of that peer."""
 
-    message: Rows | End
+    message: Rows | End | Settled
     link: Link | None = None
 
 
@@ -65,8 +74,8 @@ class KVConnector(Protocol):
 class Terms(Protocol):
     """What a decode worker asks of its peers."""
 
-    def hello(self) -> Hello:
-        """What it says of itself."""
+    def hello(self, link: Link) -> Hello:
+        """What it says of itself over a link."""
         ...
 
     def check(self, link: Link, hello: Hello) -> None:
@@ -90,7 +99,9 @@ class _Open:
     attempt: int
     left_tokens: int
     deadline_s: float
+    names_blocks: bool
     is_over: bool = False  # its end was told
+    settles_s: float = math.inf  # when nobody can be writing any more
 
 
 class Fetcher:
@@ -122,6 +133,7 @@ class Fetcher:
         self._lock = threading.RLock()
         self._peers = [_Peer(self, address) for address in addresses]
         self._open: dict[int, _Open] = {}
+        self._settling: dict[int, _Open] = {}  # cancelled, but perhaps being written
         self._arrivals: deque[Arrival] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tend, name="triblade-fetcher", daemon=True)
@@ -156,13 +168,21 @@ class Fetcher:
                 self._tell(Arrival(End(transfer=request.transfer, attempt=request.attempt, error="no prefill worker")))
                 return
             peer.own_tokens += tokens
-            self._open[request.transfer] = _Open(peer, request.attempt, tokens, time.monotonic() + self._timeout_s)
+            self._open[request.transfer] = _Open(peer, request.attempt, tokens, time.monotonic() + self._timeout_s, bool(request.blocks))
         peer.send(request)
 
     def cancel(self, transfer: int) -> None:
         """See `KVConnector`."""
         with self._lock:
             found = self._forget(transfer)
+            if found is not None and found.names_blocks:
+                self._settling[transfer] = found
+                found.deadline_s = time.monotonic() + self._timeout_s
+                if not found.peer.places:
+                    found.settles_s = 0.0
+            elif found is None and transfer not in self._settling:
+                self._tell(Arrival(Settled(transfer)))  # nobody was asked
+            self._settle(time.monotonic())
         if found is not None:
             found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
 
@@ -183,11 +203,15 @@ class Fetcher:
     def arrived(self, peer: _Peer, link: Link, message: Rows | End) -> None:
         """A peer sent rows or an end."""
         with self._lock:
+            settling = self._settling.get(message.transfer)
+            if settling is not None and isinstance(message, End) and settling.peer is peer:
+                settling.settles_s = 0.0
+                self._settle(time.monotonic())
             found = self._open.get(message.transfer)
             if found is None or found.is_over or found.peer is not peer or found.attempt != message.attempt:
                 return  # late, or twice
             if isinstance(message, End):
-                found.is_over = True
+                found.is_over, found.settles_s = True, 0.0
             else:
                 count = min(found.left_tokens, message.num_tokens)
                 found.left_tokens -= count
@@ -198,6 +222,10 @@ class Fetcher:
     def lost(self, peer: _Peer, reason: str) -> None:
         """A peer is gone: so are its transfers."""
         with self._lock:
+            settles_s = time.monotonic() + SETTLE_S
+            for found in (*self._open.values(), *self._settling.values()):
+                if found.peer is peer:
+                    found.settles_s = min(found.settles_s, settles_s)
             self._end_where(lambda found: found.peer is peer, f"prefill worker lost: {reason}")
 
     def _least_busy(self) -> _Peer | None:
@@ -208,6 +236,11 @@ class Fetcher:
         if found is not None:
             found.peer.own_tokens -= found.left_tokens
         return found
+
+    def _settle(self, now: float) -> None:
+        for transfer in [number for number, found in self._settling.items() if found.settles_s <= now]:
+            del self._settling[transfer]
+            self._tell(Arrival(Settled(transfer)))
 
     def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
         for transfer, found in self._open.items():
@@ -228,6 +261,10 @@ class Fetcher:
                 peer.tend(self._connector, now)
             with self._lock:
                 self._end_where(lambda found: found.deadline_s < now, f"no rows for {self._timeout_s:g} s")  # noqa: B023
+                self._settle(now)
+                silent = {f.peer for f in self._settling.values() if f.deadline_s < now and f.settles_s == math.inf}
+            for peer in silent:
+                peer.hang_up(f"it has not said for {self._timeout_s:g} s whether it still writes rows")
 
 
 class _Peer:
@@ -238,6 +275,7 @@ class _Peer:
         self.state = State(backlog_tokens=0)
         self.own_tokens = 0  # asked for and not come
         self.is_ready = False
+        self.places = False  # rows, where they belong
         self.refusal: str | None = None
         self._fetcher = fetcher
         self._link: Link | None = None
@@ -262,12 +300,18 @@ class _Peer:
             link.close()
             link.join()
 
+    def hang_up(self, reason: str) -> None:
+        """Break the link, to dial again."""
+        link = self._link
+        if link is not None:
+            log.warning("prefill worker %s: %s", self.address, reason)
+            link.close()
+
     def tend(self, connector: Connector, now: float) -> None:
         """Dial when it is time; hang up on who is silent."""
         if self._link is not None:
             if now - self._last_word_s > SILENCE_S:
-                log.warning("prefill worker %s has been silent for %g s", self.address, SILENCE_S)
-                self._link.close()
+                self.hang_up(f"silent for {SILENCE_S:g} s")
             return
         if now < self._next_dial_s:
             return
@@ -279,7 +323,7 @@ class _Peer:
             return
         self._link, self._last_word_s = link, now
         link.start(self)
-        link.send(self._fetcher.terms.hello())
+        link.send(self._fetcher.terms.hello(link))
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
@@ -315,7 +359,9 @@ class _Peer:
             link.send(Refusal(reason=error.message))
             self._refused(link, error.message)
             return
-        self.refusal, self.is_ready = None, True
+        if message.places_not:
+            log.warning("prefill worker %s sends its rows instead of placing them: %s", self.address, message.places_not)
+        self.refusal, self.places, self.is_ready = None, message.places, True
         log.info("prefill worker %s is ready", self.address)
 
     def _refused(self, link: Link, reason: str) -> None:

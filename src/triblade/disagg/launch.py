@@ -81,7 +81,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
         own = _engine_of(role, engine, whole, share / max(1, counts[role]))
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
-            process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector == "shm")
+            process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector != "tcp")
             worker = WorkerConfig(
                 role=role,
                 address=process.inherited,

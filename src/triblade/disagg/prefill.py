@@ -3,7 +3,7 @@
 Life of a job: Fetch -> a request over all tokens but the last, which samples none -> after every step its finished blocks go out
 as Rows, while the next chunk is computed -> the last ones and End -> its blocks are released. Rows by value are copies, so they
 owe nobody anything; rows by reference are leased: their blocks are retained until the reader has `Taken` them, or the lease
-expires. What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
+expires. Rows that are placed (`disagg.placed_rows`) are leased to the own writer, and the End waits for it. What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
 
 One thread owns the engine; links only put what they hear into its inbox. Invariant: every Fetch ends in exactly one End, unless
 it was cancelled or its link is gone, and then nothing of it is left.
@@ -23,7 +23,9 @@ from triblade.disagg import shared_rows
 from triblade.disagg.codecs import Encode, Sender
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import canary, described, layout_from, why_not
+from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.links import Link
+from triblade.disagg.placed_rows import RowWriter, Target, Ticket, Write
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
@@ -41,6 +43,7 @@ STATE_INTERVAL_S = 0.25
 GRACE_S = 1.0  # between the end of a lease as the reader knows it and the reuse of its blocks
 LEAST_CHUNK_TOKENS = 16
 MAX_FAULTS_IN_A_ROW = 3
+NO_WAY = "the prefill worker has no way to"
 COMPUTE_ONLY = SamplingParams(max_tokens=0, temperature=0.0)
 
 Heard = tuple[Link, Message | None]  # None: the link is lost; a message without a link: look around
@@ -61,6 +64,7 @@ class _Reader:
 
     sender: Sender
     by_reference: bool
+    target: Target | None  # where rows are placed
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,7 @@ class _Job:
     sent: int  # tokens whose rows are with the peer
     progress_s: float
     encode: Encode
+    ticket: Ticket | None = None  # its rows are placed
     leases: deque[_Lease] = field(default_factory=deque)
     has_ended: bool = False  # its End is sent; only leases are left
 
@@ -89,14 +94,22 @@ class PrefillService:
         engine: computes.
         config: codec and leases.
         pool: the memory of the engine's rows, if readers may have it.
+        memory: how rows get into the pools of decode workers, if they do.
     """
 
-    def __init__(self, engine: Engine, config: TransferConfig, pool: SharedPool | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: TransferConfig,
+        pool: SharedPool | None = None,
+        memory: RowMemory | None = None,
+    ) -> None:
         self.engine = engine
         self._cache = engine.runner.executor.cache
         self._config = config
         Sender(config, self._cache.layout, self._cache.layout)  # fails now where it would with every peer
         self._pool = pool if config.wire_codec == "raw" else None
+        self._writer = None if memory is None else RowWriter(self._cache, config.wire_codec, memory, self.received)
         self._lease_s = config.lease_s
         self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._links: dict[Link, _Reader] = {}  # greeted ones
@@ -123,6 +136,8 @@ class PrefillService:
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
+        if isinstance(message, Cancel):
+            self._stop_placing(link, message.transfer)
         self._inbox.put((link, message))
 
     def writable(self, link: Link) -> None:
@@ -132,12 +147,21 @@ class PrefillService:
     def lost(self, link: Link, reason: str) -> None:
         """See `links.Receiver`."""
         log.info("decode worker %s left: %s", link.peer, reason)
+        self._stop_placing(link)
         self._inbox.put((link, None))
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
         self._inbox.put(None)
         self._thread.join()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _stop_placing(self, link: Link, transfer: int | None = None) -> None:
+        """At once, not after the step: of one transfer, or of a link that is lost."""
+        for job in list(self._jobs.values()):
+            if job.ticket is not None and job.link is link and transfer in (None, job.fetch.transfer):
+                job.ticket.is_wanted = False
 
     def _run(self) -> None:
         while self._is_open:
@@ -195,8 +219,9 @@ class PrefillService:
             link.send(Refusal(reason=error.message))
             link.close()
             return
-        pool = self._pool if hello.by_reference else None
-        reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None)
+        target, why_not_placed = self._writer.try_open(link, hello, theirs) if self._writer else (None, NO_WAY)
+        pool = self._pool if hello.by_reference and target is None else None
+        reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None, target)
         if (table := reader.sender.table) is not None:
             link.send(Table(payload=table))
         answer = Hello(
@@ -205,6 +230,8 @@ class PrefillService:
             codec=codec,
             by_reference=reader.by_reference,
             num_blocks=self._cache.num_blocks,
+            places=target is not None,
+            places_not=why_not_placed,
             payload=canary(self._cache, reader.sender.codec),
         )
         link.send(answer, file=None if pool is None else pool.file)
@@ -216,12 +243,14 @@ class PrefillService:
             if not 0 <= fetch.first_token < len(tokens) or fetch.first_token % self.engine.scheduler.block_size:
                 raise WireError(f"no rows to compute from token {fetch.first_token} of {len(tokens)}")
             label = f"transfer-{fetch.transfer}"
+            target, block_size = self._links[link].target, self.engine.scheduler.block_size
+            ticket = None if target is None else target.ticket(fetch, len(tokens), block_size)
             (request,) = self.engine.prepare(tokens, COMPUTE_ONLY, request_id=label, priority=fetch.priority)
         except TribladeError as error:
             link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
             return
         encode = self._links[link].sender.request()
-        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), encode)
+        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), encode, ticket)
         if job.key in self._jobs:
             return  # twice
         request.keeps_blocks = True
@@ -263,20 +292,20 @@ class PrefillService:
         done = min(job.request.num_computed_tokens, job.stop)
         ready = done if done == job.stop else done // block_size * block_size
         while not job.has_ended and job.sent < ready and job.link.unsent_bytes < MAX_UNSENT_BYTES:
-            size = max(block_size, ROWS_TOKENS // block_size * block_size)
+            size = max(block_size, ROWS_TOKENS // block_size * block_size) if job.ticket is None else ready
             self._send(job, min(size, ready - job.sent))
             if job.sent == job.stop:
                 self._end(job, None)
 
     def _send(self, job: _Job, num_tokens: int) -> None:
-        """The next rows, as a copy or as a reference."""
+        """The next rows, as a copy, as a reference, or to where they belong."""
         block_size = self.engine.scheduler.block_size
         first, now = job.sent, time.monotonic()
         blocks = job.request.block_table[first // block_size : -(-(first + num_tokens) // block_size)].tolist()
         span = WireSpan(first, num_tokens, job.stop + 1)
-        by_reference = self._links[job.link].by_reference
+        by_reference, is_placed = self._links[job.link].by_reference, job.ticket is not None
         lease = _Lease(first + num_tokens, blocks, now + self._lease_s)
-        if by_reference:
+        if by_reference or is_placed:
             self.engine.pool.retain(blocks)
             job.leases.append(lease)
         rows = Rows(
@@ -288,9 +317,13 @@ class PrefillService:
             blocks=tuple(blocks) if by_reference else (),
             checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
             expires_s=lease.expires_s if by_reference else 0.0,
-            payload=b"" if by_reference else job.encode(self._cache, blocks, span),
+            is_placed=is_placed,
+            payload=b"" if by_reference or is_placed else job.encode(self._cache, blocks, span),
         )
-        job.link.send(rows)
+        if job.ticket is not None and self._writer is not None:
+            self._writer.put(Write(job.link, job.ticket, rows, blocks, self._writer.mark()))
+        else:
+            job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
 
     def _taken(self, job: _Job | None, stop: int) -> None:
@@ -301,10 +334,16 @@ class PrefillService:
             self.engine.pool.release(job.leases.popleft().blocks)
         if job.has_ended and not job.leases:
             del self._jobs[job.key]
+            if job.ticket is not None and job.ticket.end is not None:
+                job.link.send(job.ticket.end)
 
     def _end(self, job: _Job, error: str | None) -> None:
         """Tell the peer; the request's own blocks are not needed any more."""
-        job.link.send(End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error))
+        end = End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error)
+        if job.ticket is not None and job.leases:
+            job.ticket.end = end
+        else:
+            job.link.send(end)
         job.has_ended = True
         self.engine.abort([job.request])
         self.engine.scheduler.release(job.request)
@@ -318,7 +357,12 @@ class PrefillService:
         self._forget(job)
 
     def _forget(self, job: _Job | None) -> None:
-        """Leave nothing of a job; its peer knows, or is gone."""
+        """Leave nothing of a job; its peer knows, or is gone. What is being placed is waited for."""
+        if job is not None and job.ticket is not None:
+            job.ticket.is_wanted = False
+            if not job.has_ended:
+                self._end(job, "cancelled")
+            return
         if job is None or self._jobs.pop(job.key, None) is None:
             return
         if not job.has_ended:
@@ -329,13 +373,17 @@ class PrefillService:
         job.leases.clear()
 
     def _forget_link(self, link: Link) -> None:
-        self._links.pop(link, None)
+        reader = self._links.pop(link, None)
         for job in [job for job in self._jobs.values() if job.link is link]:
             self._forget(job)
+        if reader is not None and reader.target is not None and self._writer is not None:
+            self._writer.leave(reader.target)
 
     def _tend(self, now: float) -> None:
         """Leases that expired, and a sign of life for everybody."""
         for job in list(self._jobs.values()):
+            if job.ticket is not None:
+                continue  # its writer takes them
             is_stuck = job.request.is_finished and now > job.progress_s + self._lease_s + GRACE_S
             if is_stuck or (job.leases and now > job.leases[0].expires_s + GRACE_S):
                 self._num_expired += 1

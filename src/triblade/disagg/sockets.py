@@ -15,11 +15,17 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triblade.disagg.frames import PREFIX_BYTES, Message, Vocabulary
 from triblade.disagg.links import Link, Listener, Receiver
 from triblade.disagg.wire import WORKER_PROTOCOL
 from triblade.errors import ConfigError, WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from triblade.disagg.cuda_ipc import RowMemory
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +214,10 @@ class TcpConnector:
     def connect(self, address: str) -> Link:
         """See `Connector`."""
         return SocketLink(connected(address), address)
+
+    def row_memory(self, pool: Tensor) -> RowMemory | None:
+        """See `Connector`."""
+        return None
 
 
 class UnixConnector(TcpConnector):

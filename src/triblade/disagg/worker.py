@@ -23,6 +23,7 @@ from triblade.config import EngineConfig, TransferConfig, WorkerConfig
 from triblade.disagg.client_port import ClientPort
 from triblade.disagg.fetcher import Fetcher
 from triblade.disagg.links import Connector
+from triblade.disagg.placed_rows import row_memory_of
 from triblade.disagg.prefill import LEAST_CHUNK_TOKENS, PrefillService
 from triblade.disagg.remote import RemotePrefill, connect_prefill
 from triblade.disagg.rpc import CLIENT_PROTOCOL, Welcome
@@ -82,7 +83,8 @@ async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: T
         return pools[-1].rows
 
     built = await asyncio.to_thread(build_with_smaller_chunks, engine, make_pool if connector.carries_files else None)
-    service = PrefillService(built, transfer, pools[-1] if pools else None)
+    memory = row_memory_of(connector, built.runner.executor.cache.pool)
+    service = PrefillService(built, transfer, pools[-1] if pools else None, memory)
     listener = connector.listen(worker.address, service.accept)
     log.info("prefill worker at %s", listener.address)
     try:
