@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from disaggregated import PLACED, pair
+from disaggregated import pair
 from emulated_device import EmulatedIpcConnector, EmulatedMemory
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm

@@ -15,8 +15,8 @@ from emulated_device import EmulatedIpcConnector
 from tiny_engine import tiny_llm
 
 from triblade.config import EngineConfig, TransferConfig
-from triblade.disagg.frames import Message
 from triblade.disagg.cuda_ipc import RowMemory
+from triblade.disagg.frames import Message
 from triblade.disagg.links import Connector, Link, Listener, Receiver
 from triblade.disagg.placed_rows import row_memory_of
 from triblade.disagg.prefill import PrefillService
@@ -116,7 +116,7 @@ class Pair:
             return tiny_llm(model, **options).engine
         settings: dict[str, Any] = {"deterministic": True, "block_size": 4, "num_kv_blocks": 128, "device": "cpu"}
         config = EngineConfig(model=model.name, **{**settings, **options})
-        return assemble(config, model, torch.device("cpu"), self._make_pool)
+        return assemble(config, model, torch.device(config.device), self._make_pool)
 
     def _make_pool(self, num_blocks: int, row_bytes: int) -> torch.Tensor:
         self.pool = SharedPool(num_blocks, row_bytes)

@@ -48,7 +48,9 @@ class Offer:
         try:
             return cls(**fields)
         except TypeError as error:
-            raise WireError(f"the peer offers its memory in other fields: {error}", hint="run equal versions") from error
+            raise WireError(
+                f"the peer offers its memory in other fields: {error}", hint="run equal versions"
+            ) from error
 
     def fields(self) -> dict[str, Any]:
         """As it goes over the wire."""

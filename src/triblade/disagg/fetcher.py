@@ -168,7 +168,9 @@ class Fetcher:
                 self._tell(Arrival(End(transfer=request.transfer, attempt=request.attempt, error="no prefill worker")))
                 return
             peer.own_tokens += tokens
-            self._open[request.transfer] = _Open(peer, request.attempt, tokens, time.monotonic() + self._timeout_s, bool(request.blocks))
+            self._open[request.transfer] = _Open(
+                peer, request.attempt, tokens, time.monotonic() + self._timeout_s, bool(request.blocks)
+            )
         peer.send(request)
 
     def cancel(self, transfer: int) -> None:
@@ -360,7 +362,9 @@ class _Peer:
             self._refused(link, error.message)
             return
         if message.places_not:
-            log.warning("prefill worker %s sends its rows instead of placing them: %s", self.address, message.places_not)
+            log.warning(
+                "prefill worker %s sends its rows instead of placing them: %s", self.address, message.places_not
+            )
         self.refusal, self.places, self.is_ready = None, message.places, True
         log.info("prefill worker %s is ready", self.address)
 

@@ -125,9 +125,7 @@ class RowWriter:
         written: called from the thread when rows were written, or are not wanted any more.
     """
 
-    def __init__(
-        self, cache: KVCache, codec: str, memory: RowMemory, written: Callable[[Link, Taken], None]
-    ) -> None:
+    def __init__(self, cache: KVCache, codec: str, memory: RowMemory, written: Callable[[Link, Taken], None]) -> None:
         self._cache, self._codec, self._memory, self._written = cache, codec, memory, written
         self._kernels = memory.kernels(cache.pool)
         self._inbox: queue.SimpleQueue[Write | Target | None] = queue.SimpleQueue()
@@ -202,7 +200,9 @@ class RowWriter:
             ticket = write.ticket
             first = write.rows.first_token // self._cache.layout.block_size - ticket.first_block
             theirs = ticket.blocks[first : first + len(write.blocks)]
-            write.link.send(replace(write.rows, checksum=self._place(self._kernels, ticket.target, write.blocks, theirs)))
+            write.link.send(
+                replace(write.rows, checksum=self._place(self._kernels, ticket.target, write.blocks, theirs))
+            )
 
     def _place_canary(self, target: Target, address: int) -> None:
         canary = canary_block(self._cache)

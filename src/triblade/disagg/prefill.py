@@ -3,7 +3,8 @@
 Life of a job: Fetch -> a request over all tokens but the last, which samples none -> after every step its finished blocks go out
 as Rows, while the next chunk is computed -> the last ones and End -> its blocks are released. Rows by value are copies, so they
 owe nobody anything; rows by reference are leased: their blocks are retained until the reader has `Taken` them, or the lease
-expires. Rows that are placed (`disagg.placed_rows`) are leased to the own writer, and the End waits for it. What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
+expires. Rows that are placed (`disagg.placed_rows`) are leased to the own writer, and the End waits for it, also after a Cancel.
+What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
 
 One thread owns the engine; links only put what they hear into its inbox. Invariant: every Fetch ends in exactly one End, unless
 it was cancelled or its link is gone, and then nothing of it is left.
@@ -21,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
 from triblade.disagg.codecs import Encode, Sender
+from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import canary, described, layout_from, why_not
-from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.links import Link
 from triblade.disagg.placed_rows import RowWriter, Target, Ticket, Write
 from triblade.disagg.shared_rows import SharedPool
@@ -219,7 +220,9 @@ class PrefillService:
             link.send(Refusal(reason=error.message))
             link.close()
             return
-        target, why_not_placed = self._writer.try_open(link, hello, theirs) if self._writer else (None, NO_WAY)
+        target, why_not_placed = None, NO_WAY
+        if self._writer is not None:
+            target, why_not_placed = self._writer.try_open(link, hello, theirs)
         pool = self._pool if hello.by_reference and target is None else None
         reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None, target)
         if (table := reader.sender.table) is not None:
@@ -231,7 +234,7 @@ class PrefillService:
             by_reference=reader.by_reference,
             num_blocks=self._cache.num_blocks,
             places=target is not None,
-            places_not=why_not_placed,
+            places_not="" if hello.memory is None else why_not_placed,
             payload=canary(self._cache, reader.sender.codec),
         )
         link.send(answer, file=None if pool is None else pool.file)

@@ -2,10 +2,10 @@
 steps.
 
 Life of a fetched request: the scheduler gave it blocks and asks `wants` -> `begin` sends a Fetch -> rows come, in order, and are
-decoded into its blocks by the engine's thread, or were placed there and are checked -> all there, or no more will come: `Scheduler.arrived` with the tokens that lie
-side by side from the beginning, and the engine computes the rest. Everything here runs in the engine's thread, so a dropped
-request's blocks are free at once: whatever still comes for it finds no transfer. Only blocks that a peer may be writing into are
-held until it is known that nobody does. Knows no transport.
+decoded into its blocks by the engine's thread, or checked where a peer placed them -> all there, or no more will come:
+`Scheduler.arrived` with the tokens that lie side by side from the beginning, and the engine computes the rest. Everything here
+runs in the engine's thread, so a dropped request's blocks are free at once: whatever still comes for it finds no transfer. Only
+blocks that a peer may be writing into are held until it is known that nobody does. Knows no transport.
 """
 
 from __future__ import annotations

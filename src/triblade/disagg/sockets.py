@@ -259,7 +259,11 @@ def connected(address: str) -> socket.socket:
     if is_path(address):
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(CONNECT_TIMEOUT_S)
-        sock.connect(address)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
     else:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""KV rows from a pool into another one, perhaps on another device, as launches; and the sum of rows that tells whether they are there.
+"""KV rows from a pool into another one, perhaps of another device, as launches; and the sum that tells whether they are there.
 
 A pool is an address and a row's bytes here: it need not be this process's. Knows no request and no transport.
 """
@@ -92,7 +92,7 @@ class RowKernels:
 
     def total(self) -> int:
         """The sum of the rows of the last launch, once it is done; see `kernels/row_sums.cuh`."""
-        return sum(self._sums.tolist()) % SUM_MODULUS
+        return int(sum(self._sums.tolist())) % SUM_MODULUS
 
     def _table(self, blocks: Sequence[int], theirs: Sequence[int]) -> Tensor:
         return torch.tensor([*blocks, *theirs], dtype=torch.int32).to(self._pool.device)
