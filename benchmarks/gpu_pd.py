@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,7 @@ from gpu_models import SHAPES, Weights, shape
 from gpu import BLOCK, Model, engine_around
 from triblade.config import TransferConfig
 from triblade.disagg.cuda_ipc import CudaIpc, CudaIpcConnector
+from triblade.disagg.placed_rows import quantization
 from triblade.disagg.prefill import PrefillService
 from triblade.disagg.remote import connect_prefill
 from triblade.engine.engine import Engine
@@ -129,6 +130,7 @@ def prefiller(setting: Setting) -> Iterator[Connection]:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1,0"
     process = multiprocessing.get_context("spawn").Process(target=prefill_worker, args=(setting, theirs))
     process.start()
+    theirs.close()
     os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
     try:
         yield ours
@@ -138,25 +140,38 @@ def prefiller(setting: Setting) -> Iterator[Connection]:
         process.kill()
 
 
-def rows_alone(engine: Engine, tokens: int) -> dict[str, float]:
-    """The rows of a prompt to the other GPU in one go, in random order of blocks."""
+def rows_alone(engine: Engine, tokens: int, codec: str) -> dict[str, Any]:
+    """The rows of a prompt to the other GPU in one go, in random order of blocks; `codec` is that of the rows there."""
     cache = engine.runner.executor.cache
-    memory = CudaIpc(cache.pool.device)
-    count = cache.layout.blocks_for(tokens)
+    theirs = replace(cache.layout, codec=codec)
+    conversion = quantization(cache.layout, theirs, "int8")
+    memory, count = CudaIpc(cache.pool.device), cache.layout.blocks_for(tokens)
+    cache.pool.random_(0, 120)  # no number in any codec that is not finite
     blocks = torch.randperm(cache.num_blocks)[:count].tolist()
-    other = torch.empty(count, cache.layout.row_bytes, dtype=torch.uint8, device="cuda:1")
-    other.copy_(cache.pool[:count])  # opens the way between the two within this process
+    other = torch.empty(count, theirs.row_bytes, dtype=torch.uint8, device="cuda:1")
+    other.copy_(cache.pool[:count, : theirs.row_bytes])  # opens the way between the two within this process
     kernels, times = memory.kernels(cache.pool), []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(20):
         with memory.queue():
             begin.record()
-            kernels.copy(blocks, other.data_ptr(), range(count))
+            if conversion is None:
+                kernels.copy(blocks, other.data_ptr(), range(count))
+            else:
+                kernels.quantize(blocks, other.data_ptr(), range(count), conversion)
             end.record()
         times.append(begin.elapsed_time(end))
-    assert torch.equal(other.to("cuda:0"), cache.pool[torch.tensor(blocks).cuda()])
-    size = count * cache.layout.row_bytes
-    return {"tokens": tokens, "bytes": size, "ms": median(times), "gb_per_s": size / median(times) / 1e6}
+    if conversion is None:
+        assert torch.equal(other.to("cuda:0"), cache.pool[torch.tensor(blocks).cuda()])
+    cache.pool.zero_()
+    size, milliseconds = count * theirs.row_bytes, median(times)
+    return {
+        "tokens": tokens,
+        "there": codec,
+        "bytes": size,
+        "ms": milliseconds,
+        "gb_per_s": size / milliseconds / 1e6,
+    }
 
 
 async def answer(client: LocalClient, tokens: Sequence[int], new: int, until_s: float = math.inf) -> list[float]:
@@ -240,7 +255,8 @@ def measure(setting: Setting, options: argparse.Namespace) -> list[dict[str, Any
         start = time.perf_counter()
         engine = _engine(setting, setting.streams + 4, setting.streams * (SHORT + NEW) + 8 * LONG)
         client = LocalClient(engine)
-        note("rows", **rows_alone(engine, FIRST))
+        for codec in dict.fromkeys((setting.codec, "int8")):
+            note("rows", **rows_alone(engine, FIRST, codec))
         assert pipe.recv() == "ready"
         print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
         for chunk in options.chunks:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from shutil import which
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from triblade.models.loader import OpenModel
 from triblade.registry import CONNECTORS
 from triblade.sampling_params import SamplingParams
 
-ALL = [*sorted(CONNECTORS), PLACED]
+ALL = [*sorted(CONNECTORS), *([PLACED] if which("g++") else [])]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 IDS = prompt(57, seed=21)
 # Small messages: a prompt of 57 tokens is fourteen chunks, so there is a middle to break.
