@@ -69,10 +69,6 @@ class RowKernels:
         size = max(COPY_BLOCKS, QUANTIZE_BLOCKS) * WARPS
         self._sums = torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda)
 
-    def prepare(self, quantization: Quantization) -> None:
-        """Have its kernel ready."""
-        self._device.kernel("quantize_rows.cu", "quantize_rows", quantization.constants)
-
     def copy(self, blocks: Sequence[int], target: int | None, theirs: Sequence[int]) -> None:
         """Queue: rows `blocks` become rows `theirs` of the pool at address `target`; None only sums them up."""
         units = self._pool.shape[1] // UNIT_BYTES
