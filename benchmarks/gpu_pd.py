@@ -147,24 +147,24 @@ def rows_alone(engine: Engine, tokens: int, codec: str) -> dict[str, Any]:
     conversion = quantization(cache.layout, theirs, "int8")
     memory, count = CudaIpc(cache.pool.device), cache.layout.blocks_for(tokens)
     cache.pool.random_(0, 120)  # no number in any codec that is not finite
-    blocks = torch.randperm(cache.num_blocks)[:count].tolist()
-    other = torch.empty(count, theirs.row_bytes, dtype=torch.uint8, device="cuda:1")
-    other.copy_(cache.pool[:count, : theirs.row_bytes])  # opens the way between the two within this process
+    other = torch.empty(cache.num_blocks, theirs.row_bytes, dtype=torch.uint8, device="cuda:1")
+    other.copy_(cache.pool[:, : theirs.row_bytes])  # opens the way between the two within this process
     kernels, times = memory.kernels(cache.pool), []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(20):
+    for _ in range(20):  # other blocks each time: those of before are known to caches
+        blocks, there = (torch.randperm(cache.num_blocks)[:count].tolist() for _ in range(2))
         with memory.queue():
             begin.record()
             if conversion is None:
-                kernels.copy(blocks, other.data_ptr(), range(count))
+                kernels.copy(blocks, other.data_ptr(), there)
             else:
-                kernels.quantize(blocks, other.data_ptr(), range(count), conversion)
+                kernels.quantize(blocks, other.data_ptr(), there, conversion)
             end.record()
         times.append(begin.elapsed_time(end))
     if conversion is None:
-        assert torch.equal(other.to("cuda:0"), cache.pool[torch.tensor(blocks).cuda()])
+        assert torch.equal(other[torch.tensor(there).cuda(1)].to("cuda:0"), cache.pool[torch.tensor(blocks).cuda()])
     cache.pool.zero_()
-    size, milliseconds = count * theirs.row_bytes, median(times)
+    size, milliseconds = count * theirs.row_bytes, median(times[1:])
     return {
         "tokens": tokens,
         "there": codec,
@@ -230,6 +230,8 @@ async def streams(client: LocalClient, number: int, seconds: float, every: float
 
     tasks = [asyncio.create_task(stream()) for _ in range(number)]
     due, prompts = begin, []
+    if every:
+        await answer(client, prompt(rng, LONG), 1)  # kernels are loaded, and steps of this size recorded
     while due < stop - every and every:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         prompts.append(asyncio.create_task(long()))

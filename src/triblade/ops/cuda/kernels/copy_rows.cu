@@ -4,12 +4,13 @@
 #define UNROLL 4
 
 // Rows blocks[0 .. count) of `source` become rows blocks[count .. 2 count) of `target`; without a target they are only summed up.
-// `units` of 16 bytes make a row. Grid: any; a block takes UNROLL units of every thread at a time.
+// `units` of 16 bytes make a row. Grid: any; a block takes UNROLL units of every thread at a time, and neighbours take neighbouring rows:
+// so many pages are under way at once that nobody waits for their addresses, which takes longer than a row.
 KERNEL copy_rows(const u8* source, u8* target, const int* blocks, int count, u32 units, u64* sums) {
   const u32 step = blockDim.x * UNROLL, pieces = (units + step - 1) / step;
   u64 sum = 0;
   for (u64 piece = blockIdx.x; piece < (u64)pieces * count; piece += gridDim.x) {
-    const u32 row = piece / pieces, first = piece % pieces * step + threadIdx.x;
+    const u32 row = piece % count, first = piece / count * step + threadIdx.x;
     const u32x4* from = reinterpret_cast<const u32x4*>(source) + (u64)blocks[row] * units;
     u32x4 values[UNROLL];
 #pragma unroll
