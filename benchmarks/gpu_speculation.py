@@ -58,7 +58,7 @@ class Model:
             head_dim=config.head_dim,
             block_size=BLOCK,
             codec="bfloat16",
-            draft=kv_layers(head_config(config, None)),
+            draft=kv_layers(head_config(config, None), "random"),
         )
         self.cache = KVCache(
             self.layout, self.layout.blocks_for(self.context) * num_sequences + 1, torch.bfloat16, memory
@@ -93,7 +93,7 @@ def random_head(config: ModelConfig) -> EagleCheckpoint:
     matrices = {name: matrix(*size) for name, size in matrix_shapes(own, DRAFT_VOCABULARY, 1).items()}
     norms = {name: torch.ones(config.hidden_size) for name in NORMS} | {INNER_NORMS: torch.ones(1, config.hidden_size)}
     weights = EagleWeights.from_parts(matrices, norms, torch.arange(DRAFT_VOCABULARY))
-    return EagleCheckpoint(config=own, weights=weights, inner_layers=(config.num_layers // 2,), facts={})
+    return EagleCheckpoint(config=own, weights=weights, inner_layers=(config.num_layers // 2,), facts={}, digest="")
 
 
 class Chosen:

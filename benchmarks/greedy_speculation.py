@@ -3,21 +3,25 @@
 
     python benchmarks/greedy_speculation.py --backend native --output FILE.json
         [--model smollm2-135m] [--drafters suffix self eagle draft:MODEL] [--ways alone batched ...] [--prompts 100]
-        [--new-tokens 128] [--seconds 250]
+        [--new-tokens 128] [--seconds 250] [--processes 1]
 
 Prompts are the questions and editing tasks of `prompts/`, half and half. In float32 (`--backend reference`, deterministic) all
 tokens must be equal. The native kernels compute a step of many rows in another order than one of few, so a difference is allowed
 where the two tokens are less than 0.1 nats apart; how far they are is in the result, for each. A target that drafts for itself
 (`--drafters draft:TARGET`, reference) must be accepted to the last token. A run stops after `--seconds` and goes on where it
-stopped when it is started again with the same output.
+stopped when it is started again with the same output. Several processes take a share of the prompts each, on one thread, and keep
+their states in files beside the output, which is their sum.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ PROMPTS = Path(__file__).parent / "prompts"
 NEAR_TIE_NATS = 0.1
 LENGTH = 4
 CONTEXT = 1024
-PIECE = 10  # prompts between two looks at the clock
+PIECE = 10  # prompts between two looks at the clock, where they are served together
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
     "batched": {"max_num_seqs": 8},
@@ -56,9 +60,10 @@ class Comparison:
             if before != args.prompts:
                 raise SystemExit(f"{args.output} was begun with --prompts {before}, which are others; go on with these")
         self.figures["asked"] = args.prompts  # they are spread over the files, so another number means other ones
+        first, step = args.share
         # In float32 rows do not depend on the batch, and a step of eight takes as long as one of one.
         self.plain = engine(args, None, WAYS["alone" if args.backend == "native" else "batched"])
-        self.prompts = prompts(self.plain, args.prompts)
+        self.prompts = prompts(self.plain, args.prompts)[first::step]
 
     @property
     def is_over(self) -> bool:
@@ -69,8 +74,8 @@ class Comparison:
         known: list[Tokens] = self.figures["plain"]
         while len(known) < len(self.prompts) and not self.is_over:
             known += answers(self.plain, self.prompts[len(known) : len(known) + PIECE], self.args.new_tokens)
-        for drafter in self.args.drafters:
-            for way in self.args.ways:
+        for way in self.args.ways:
+            for drafter in self.args.drafters:
                 if not self.is_over:
                     self.compare(drafter, way)
                 self.save()
@@ -92,8 +97,9 @@ class Comparison:
         if row["prompts"] >= len(self.figures["plain"]):
             return
         llm = engine(self.args, drafter, WAYS[way])
+        piece = 1 if way == "alone" else PIECE
         while row["prompts"] < len(self.figures["plain"]) and not self.is_over:
-            part = slice(row["prompts"], row["prompts"] + PIECE)
+            part = slice(row["prompts"], row["prompts"] + piece)
             if way == "warm prefix":
                 answers(llm, self.prompts[part], 1)
             before = llm.engine.load()
@@ -105,6 +111,7 @@ class Comparison:
             row["steps"] += after.num_steps - before.num_steps
             row["preemptions"] += after.num_preemptions - before.num_preemptions
             row["cached"] += after.num_cached_prompt_tokens - before.num_cached_prompt_tokens
+            self.save()
         llm.engine.check_idle()
         sys.stderr.write(f"{name}: {row}\n")
 
@@ -136,9 +143,14 @@ class Comparison:
 def main() -> None:
     """Compare, and fail where tokens differ."""
     args = arguments()
-    comparison = Comparison(args)
-    comparison.run()
-    rows = comparison.figures["rows"]
+    if args.processes > 1:
+        figures = in_processes(args)
+        args.output.write_text(json.dumps(figures, indent=1) + "\n")
+    else:
+        comparison = Comparison(args)
+        comparison.run()
+        figures = comparison.figures
+    rows = figures["rows"]
     allowed = NEAR_TIE_NATS if args.backend == "native" else 0.0
     wrong = {name: row["nats"] for name, row in rows.items() if any(nats >= allowed for nats in row["nats"])}
     sys.stdout.write(json.dumps(rows, indent=1) + "\n")
@@ -156,8 +168,34 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=250, help="after which no new piece is begun")
+    parser.add_argument("--processes", type=int, default=1, help="with a share of the prompts and one thread each")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="of a process: first prompt and step")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
+
+
+def in_processes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sum of all shares, as far as each came."""
+    shares = [args.output.with_suffix(f".{i}-of-{args.processes}.json") for i in range(args.processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    begun = []
+    for i, path in enumerate(shares):
+        own = ["--processes", "1", "--share", str(i), str(args.processes), "--output", str(path)]  # the last one counts
+        command = [sys.executable, __file__, *sys.argv[1:], *own]
+        begun.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+    for process in begun:
+        process.wait()
+    return merged([json.loads(path.read_text()) for path in shares if path.exists()])
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The result of several shares: their counts added up."""
+    rows: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for name, row in part["rows"].items():
+            known = rows.get(name)
+            rows[name] = row if known is None else {key: known[key] + row[key] for key in row}
+    return {**{key: value for key, value in parts[0].items() if key != "plain"}, "rows": rows}
 
 
 def engine(args: argparse.Namespace, drafter: str | None, way: dict[str, Any]) -> LLM:
@@ -167,6 +205,8 @@ def engine(args: argparse.Namespace, drafter: str | None, way: dict[str, Any]) -
     options |= {"enable_prefix_caching": False, "backend": args.backend, **way}
     if args.backend == "reference":
         options |= {"dtype": "float32", "deterministic": True}
+    if args.share[1] > 1:
+        options["threads"] = 1
     if drafter is not None:
         options |= {"drafter": name, "draft_model": model or None}
         options |= {"draft_policy": "fixed", "num_speculative_tokens": LENGTH}

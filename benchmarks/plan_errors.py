@@ -1,7 +1,8 @@
 """The cost model of `triblade plan` against what was measured: steps, prompts and memory, on one H200 and on two CPU cores.
 
-Run: python benchmarks/plan_errors.py [--output FILE]. Reads benchmarks/results; computes, measures nothing. The rates of
-`tune/kernels.toml` were fitted to the same measurements, so these are errors of the fit, not of predictions for something new.
+Run: python benchmarks/plan_errors.py [--tuned FOLDER ...] [--output FILE]. Reads benchmarks/results; computes, measures nothing.
+The rates of `tune/kernels.toml` were fitted to the same measurements, so these are errors of the fit, not of predictions for
+something new. With folders of `triblade tune` it adds whole plans that were served: those are predictions, made before each trial.
 """
 
 from __future__ import annotations
@@ -122,6 +123,19 @@ def speculation_rows() -> Iterator[Row]:
             yield Row(name, "CPU speculation", tokens * plain_s / step_s, run["ratio"]["decode"])
 
 
+def served_rows(folder: Path) -> Iterator[Row]:
+    """Plans that `triblade tune` served and measured."""
+    labels = {"e2el_ms": "time of a request, ms", "output_tokens_per_s": "tokens/s", "tpot_ms": "ms per token"}
+    labels["memory_mib"] = "memory, MiB"
+    for trial in json.loads((folder / "trials.json").read_text(encoding="utf-8")):
+        runs = [] if trial["measurement"] is None else trial["measurement"]["runs"]
+        for name, label in labels.items() if runs else ():
+            measured = statistics.fmean(run[name] for run in runs)
+            point = trial["point"]
+            what = f"{point['weights']} {point['drafter']} {point['draft_length']} {point['placement']}, {label}"
+            yield Row(f"{folder.name} {trial['number']}: {what}", f"served {label}", trial["predicted"][name], measured)
+
+
 def cpu(median: dict[str, float]) -> Hardware:
     """Two cores as the limit probe of that run saw them: 0.269 GOP a token."""
     operations = 2 * (shape("smollm2-135m").num_parameters) * median["limit int8_head 16"]
@@ -139,8 +153,11 @@ def main() -> None:
     """Print every row, then medians by kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    output: Path | None = parser.parse_args().output
+    parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="folders of `triblade tune`")
+    options = parser.parse_args()
+    output: Path | None = options.output
     rows = [*gpu_rows(), *cpu_rows(), *speculation_rows()]
+    rows += [row for folder in options.tuned for row in served_rows(folder)]
     for row in rows:
         print(f"{row.what:58} {row.predicted:9.2f} {row.measured:9.2f} {row.error:+7.1%}")
     kinds = {kind: [abs(row.error) for row in rows if row.kind == kind] for kind in dict.fromkeys(r.kind for r in rows)}

@@ -206,6 +206,7 @@ def report(bench: Bench) -> dict[str, Any]:
         "versions": {"triblade": __version__, "torch": torch.__version__},
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "others": {"mean_share_of_a_core": statistics.mean(bench.watch.shares), "repeated": bench.watch.repeated},
     }
 

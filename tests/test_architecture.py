@@ -27,7 +27,7 @@ LINE = (
     "engine",
     "disagg",
     "serve|bench",
-    "tune",
+    "tune|doctor",
     "deploy",
     "llm",
     "writing",
@@ -36,9 +36,10 @@ LINE = (
 BASE = {"", "page", "files", "errors", "registry", "config", "sampling_params", "host", "console"}
 COMMAND_LINE = {"cli", "commands", "conversation", "__main__"}
 PURE = ("base", "models.config", "kv.layout", "spec.policy", "disagg.wire", "tune.cost", "tune.rules", "tune.planner")
+PURE += ("tune.points", "tune.measured", "tune.ablation", "tune.trial_plan")
 PURE += ("tune.serving", "tune.gates", "tune.make_plan", "tune.plan_report", "tune.bill")
 PURE += ("engine.request", "engine.block_pool", "engine.scheduler", "engine.outputs", "engine.client")
-PURE += ("bench.workload", "bench.metrics")
+PURE += ("bench.workload", "bench.metrics", "doctor.symptoms")
 HEAVY = {"torch", "numpy"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 420, 6
 RANK = {name: rank for rank, names in enumerate(LINE) for name in names.split("|")}

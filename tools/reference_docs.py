@@ -29,6 +29,7 @@ from triblade.config import (
     ServerConfig,
     TopologyConfig,
     TransferConfig,
+    TuneConfig,
     WorkerConfig,
 )
 
@@ -42,6 +43,7 @@ GROUPS |= {
     "TransferFlags": "transfer",
     "BenchConfig": "load test",
     "PlanConfig": "plan",
+    "TuneConfig": "tuning",
 }
 INTRODUCTION = """\
 # Command line
@@ -150,6 +152,7 @@ def page() -> str:
     parts += option_table("Worker options", WorkerConfig)
     parts += option_table("Transfer options", TransferConfig)
     parts += option_table("Plan options", PlanConfig)
+    parts += option_table("Tuning options", TuneConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.commands import inference, making, measuring, planning  # noqa: F401 - registers the commands
+from triblade.commands import inference, making, measuring, planning, tuning  # noqa: F401 - registers the commands
 from triblade.commands.frame import BAD_OPTIONS, BROKEN_PIPE, INTERRUPTED, app
 from triblade.conversation import print_error
 from triblade.errors import TribladeError
 
 MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
     **dict.fromkeys(
-        ("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan"), "--model"
+        ("generate", "chat", "serve", "worker", "eval", "convert", "kv-calibrate", "bench", "plan", "tune", "doctor"),
+        "--model",
     ),
     "align": "--target",
 }

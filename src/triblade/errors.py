@@ -76,6 +76,10 @@ class BenchError(TribladeError):
     """A load test has nothing to report."""
 
 
+class TuneError(TribladeError):
+    """A step of a tuning trial failed; the next trial may do better."""
+
+
 class QualityError(TribladeError):
     """A quantized model is further from its original than the user allows."""
 

@@ -137,6 +137,30 @@ ATTENTION_BACKENDS = Registry(
     },
 )
 
+# Name -> class (matrices, dtype) of products where they are faster than ours; see `engine.linear_choice`.
+LINEAR_BACKENDS = Registry("linear backend", {"humming": "triblade.ops.cuda.humming:HummingProducts"})
+
+# Name -> function without arguments -> `serve.tools.formats.ToolFormat`.
+TOOL_CALL_PARSERS = Registry(
+    "tool call parser",
+    {
+        "hermes": "triblade.serve.tools.formats:hermes",
+        "llama3_json": "triblade.serve.tools.formats:llama3_json",
+        "mistral": "triblade.serve.tools.formats:mistral",
+        "json": "triblade.serve.tools.formats:plain_json",
+    },
+)
+
+# Name -> function without arguments -> `serve.reasoning.Markers`.
+REASONING_PARSERS = Registry(
+    "reasoning parser",
+    {
+        "qwen3": "triblade.serve.reasoning:think",
+        "deepseek_r1": "triblade.serve.reasoning:think",
+        "mistral": "triblade.serve.reasoning:mistral_think",
+    },
+)
+
 BACKENDS = Registry(
     "backend",
     {

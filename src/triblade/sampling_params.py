@@ -21,7 +21,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6  # float32 logits sta
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it would only lose precision
 
 
-StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class StructuredOutputs:
     """The form that an output must have; `text` is the key under which its compiled grammar is kept.
 
     Attributes:
-        kind: what `text` is: nothing, a JSON schema, a regular expression, a JSON list of strings, or a grammar in EBNF.
+        kind: what `text` is: nothing, a JSON schema, a regular expression, a JSON list of strings, a grammar in EBNF, or a form
+            made of others (`triblade.structured.composed`).
         text: in the language of `kind`.
     """
 

@@ -11,9 +11,10 @@ from shutil import which
 from typing import Any
 
 import pytest
+import torch
 from disaggregated import PLACED, pair
-from tiny import prompt
-from tiny_engine import open_tiny, tiny_llm
+from tiny import prompt, tiny_model
+from tiny_engine import DictionaryCheckpoint, open_tiny, tiny_llm
 
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Link
@@ -112,6 +113,18 @@ def test_after_a_cut_the_link_comes_back(connector: str) -> None:
         assert workers.remote.counts.num_complete == 1
 
 
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_a_fault_of_our_own_ends_the_link_and_not_only_its_thread(connector: str) -> None:
+    def fail(_: Link, rows: Rows) -> list[Message]:
+        raise RuntimeError(f"cannot handle {rows.first_token}")
+
+    with pair(model(), connector, change=Fault(3, fail), **OPTIONS) as workers:
+        (completions,) = workers.generate([IDS], GREEDY)
+        assert completions[0].token_ids == expected()
+        assert workers.remote.counts.num_failed == 1
+        workers.eventually(lambda: workers.fetcher.num_ready == 1)
+
+
 @pytest.mark.parametrize("connector", ALL)
 def test_a_slow_peer_is_waited_for_and_others_run_meanwhile(connector: str) -> None:
     def slow(_: Link, message: Message) -> list[Message]:
@@ -197,12 +210,82 @@ def test_an_abort_while_rows_come_frees_both_sides(connector: str, after: int) -
         assert workers.remote.counts.num_complete == 1
 
 
+class HeldBack:
+    """Keeps everything behind so many rows until the transfer is over, and lets it go before the next sign of life."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+        self._held: list[Message] = []
+        self.is_over: Callable[[], bool] = lambda: False
+
+    def __call__(self, _: Link, message: Message) -> list[Message]:
+        if isinstance(message, Rows | End) and not self.is_over():
+            self._left -= 1
+            if self._left < 0:
+                self._held.append(message)
+                return []
+        if self._held and self.is_over():
+            held, self._held = self._held, []
+            return [*held, message]
+        return [message]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._held
+
+
+@pytest.mark.parametrize("connector", ALL)
+def test_rows_and_an_end_that_come_after_the_time_out_touch_nobody(connector: str) -> None:  # G02
+    change = HeldBack(after=5)
+    options = {**OPTIONS, "num_kv_blocks": 20, "transfer": {"transfer_timeout_s": 0.3, "remote_kv_share": 1.0}}
+    with pair(model(), connector, change=change, **options) as workers:
+        change.is_over = lambda: workers.remote.counts.num_failed == 1
+        assert workers.generate([IDS], GREEDY)[0][0].token_ids == expected()
+        workers.eventually(lambda: change.is_empty)
+        other = prompt(56, seed=5)
+        (completions,) = workers.generate([other], GREEDY)
+        assert completions[0].token_ids == tiny_llm(model()).generate([other], GREEDY)[0][0].token_ids
+        assert (workers.remote.counts.num_tokens, workers.remote.counts.num_complete) == (20 + 55, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("connector", ALL)
+def test_an_abort_behind_the_rows_frees_both_sides(connector: str, tokens: int) -> None:  # G01
+    with pair(model(), connector, **OPTIONS) as workers:
+
+        async def some() -> None:
+            outputs = workers.client.generate(IDS, GREEDY)
+            for _ in range(tokens):
+                await anext(outputs)
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+        asyncio.run(some())
+        workers.eventually(lambda: workers.client.load().num_running == 0)
+        assert workers.generate([IDS], GREEDY)[0][0].token_ids == expected()
+
+
+def another_model() -> OpenModel:
+    """Of the same shapes."""
+
+    class Another(DictionaryCheckpoint):
+        def fingerprint(self) -> str:
+            return "another"
+
+    return replace(model(), checkpoint=Another(tiny_model("llama", seed=5)))
+
+
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"prefill": {"kv_cache_dtype": "bfloat16"}}, "codec: 'bfloat16', 'float32'"),  # G08
     "block size": ({"prefill": {"block_size": 8}}, "block_size: 8, 4"),  # G09
     "layers": ({"prefill_model": model(num_hidden_layers=2)}, "num_layers: 2, 3"),
     "heads": ({"prefill_model": model("llama-mha")}, "num_kv_heads: 4, 2"),  # G10
+    "model": ({"prefill_model": another_model()}, "model_hash: "),
     "rope": ({"prefill_model": model("llama-linear")}, "rope: "),
+    "weights": (
+        {"prefill_model": replace(model(), dtype=torch.bfloat16), "kv_cache_dtype": "float32"},
+        "weights: 'as stored, bfloat16', 'as stored, float32'",
+    ),
+    "drafter": ({"prefill": {"draft_layers": 2}, "drafter": "self", "draft_layers": 1}, "draft: "),
 }
 
 

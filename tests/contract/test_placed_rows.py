@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from disaggregated import pair
+from disaggregated import PLACED, pair
 from emulated_device import EmulatedIpcConnector, EmulatedMemory
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
@@ -93,7 +93,7 @@ def test_what_is_not_done_on_the_way_is_said(theirs: str, codec: str) -> None:
 
 def test_rows_are_placed_and_the_memory_is_left_with_the_link() -> None:
     connector = EmulatedIpcConnector()
-    with pair(model(), connector) as workers:
+    with pair(model(), PLACED, way=connector) as workers:
         (completions,) = workers.generate([IDS], GREEDY)
         assert completions[0].token_ids == tiny_llm(model()).generate([IDS], GREEDY)[0][0].token_ids
         assert workers.remote.counts.num_complete == 1
@@ -102,7 +102,7 @@ def test_rows_are_placed_and_the_memory_is_left_with_the_link() -> None:
 
 
 def test_without_access_rows_are_sent_and_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with pair(model(), EmulatedIpcConnector("no peer access")) as workers:
+    with pair(model(), PLACED, way=EmulatedIpcConnector("no peer access")) as workers:
         for seed in (1, 2):
             ids = prompt(40, seed=seed)
             (completions,) = workers.generate([ids], GREEDY)

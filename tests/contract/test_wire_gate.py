@@ -74,6 +74,21 @@ def test_over_the_limit_a_request_is_sent_raw_and_counted() -> None:
     assert subject.counts.last_error is not None
 
 
+def test_a_request_knows_the_errors_of_what_it_encoded() -> None:
+    subject = gate(sample_tokens=64)
+    request, seen = subject.request(), []
+    assert request.errors == ()
+    for seed in (10, 11):
+        request.encode(traffic(seed)[0], range(8), SPAN)
+        assert subject.counts.last_error is not None
+        seen.append(subject.counts.last_error)
+    keys, values = request.errors
+    assert keys == pytest.approx((seen[0].keys + seen[1].keys) / 2)
+    assert values == pytest.approx((seen[0].values + seen[1].values) / 2)
+    request.encode(traffic(30, spread=8.0)[0], range(8), SPAN)  # goes raw: no error of its own
+    assert request.errors == (keys, values)
+
+
 def test_numbers_that_are_none_are_harm() -> None:
     cache, _ = traffic(40)
     cache.write(1, torch.arange(64), torch.full((64, 2, 8), torch.nan), torch.zeros(64, 2, 8))

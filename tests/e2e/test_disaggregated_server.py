@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,32 @@ def serve_over_tcp_until_killed(model: Path, expected: Any, children: list[int])
         check_answers(running, expected)
         children += [pid_of(running, name) for name in ("prefill-0", "decode-0")]
         os.kill(int(Path(f"/proc/{children[0]}/stat").read_text().split()[3]), signal.SIGKILL)
+
+
+def test_workers_that_were_started_elsewhere(smollm2_path: Path, expected: Any) -> None:
+    prefill, decode = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    options = (*OPTIONS[:-2], "--threads", "1", "--connector", "tcp", "--max-num-batched-tokens", "64")
+    with (
+        worker(smollm2_path, "--role", "prefill", "--address", prefill, *options),
+        worker(smollm2_path, "--role", "decode", "--address", decode, "--prefill-address", prefill, *options),
+        real_server(smollm2_path, (*OPTIONS, "--decode-address", decode)) as running,
+    ):
+        eventually(lambda: running.metric("prefill_workers") == 1, PATIENCE_S)
+        check_answers(running, expected)
+
+
+@contextmanager
+def worker(model: Path, *options: str) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-m", "triblade", "worker", str(model), *options]) as process:
+        yield
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def check_answers(workers: RealServer, expected: Any) -> None:

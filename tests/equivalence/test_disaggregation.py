@@ -184,4 +184,18 @@ def test_requests_that_a_table_would_harm_are_sent_raw(tmp_path: Path) -> None:
     replace(table_for(layout, bits=2.0), figures={"nats": 1e-9}).save(path)
     with pair(model(), "tcp", transfer={"wire_codec": "pca-lut", "wire_table": path}) as workers:
         same(workers.generate(prompts()[-2:], GREEDY), alone()[-2:])
+        assert workers.remote.counts.key_error.counts == []  # none was sent with loss
         workers.eventually(lambda: [state.num_fallbacks for state in workers.fetcher.states] == [2])
+
+
+def test_what_a_transfer_took_is_counted(tmp_path: Path) -> None:
+    layout = tiny_llm(model()).engine.runner.executor.cache.layout
+    path = tmp_path / "table.safetensors"
+    replace(table_for(layout, bits=4.0), figures={"nats": 1e9}).save(path)
+    with pair(model(), "tcp", transfer={"wire_codec": "pca-lut", "wire_table": path}) as workers:
+        workers.generate(prompts()[-2:], GREEDY)
+        counts = workers.remote.counts
+        for spread in (counts.seconds, counts.size_bytes, counts.queue_s, counts.key_error, counts.value_error):
+            assert sum(spread.counts) == counts.num_complete == 2
+        assert counts.size_bytes.total == counts.wire_bytes
+        assert counts.key_error.total > 0

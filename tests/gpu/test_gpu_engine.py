@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cuda_models import config_of, cuda_tiny
+from gpu_answers import LENGTHS, NEAR_TIE, begun, greedy, outputs, preference
 from gpu_support import gpu_executor, gpu_reference
 from native_models import all_logits, sequence
 from tiny import prompt
@@ -19,14 +19,11 @@ from triblade.engine.attention_choice import choose_attention
 from triblade.engine.attention_packages import TritonAttention
 from triblade.engine.cuda import CudaExecutor
 from triblade.engine.executor import StepExecutor
-from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.errors import MemoryBudgetError
 
 pytestmark = pytest.mark.gpu
 IDS = prompt(60)
-NEAR_TIE = 0.15  # deviations of a row's logits: three of what bfloat16 makes of the difference of two of a random model
-LENGTHS = (3, 17, 40, 9, 64, 30, 12, 5, 22, 41, 8, 19, 33, 27, 6, 11, 13, 50, 21, 4)
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -125,44 +122,6 @@ def test_triton_is_tried_and_taken() -> None:
     )
     taken = choose_attention("triton", ("triblade", "own"), needs, executor.cache)
     assert isinstance(taken, TritonAttention)
-
-
-def begun(executor: StepExecutor, count: int) -> list[Request]:
-    """Requests of which everything but the last token is computed."""
-    requests = [sequence(n, prompt(length, seed=n)) for n, length in enumerate(LENGTHS[:count])]
-    for number, request in enumerate(requests):
-        request.block_table = type(request.block_table)("i", range(number * 20, (number + 1) * 20))
-        executor.forward([ScheduledRequest.next(request, request.num_tokens - 1)])
-        request.num_computed_tokens = request.num_tokens - 1
-    return requests
-
-
-def greedy(executor: StepExecutor, requests: Sequence[Request], steps: int) -> None:
-    for _ in range(steps):
-        executor.forward([ScheduledRequest.next(r, 1) for r in requests])
-        best = executor.score(range(len(requests)), with_logits=False).best
-        for request, token in zip(requests, best, strict=True):
-            request.num_computed_tokens += 1
-            request.append(token)
-
-
-def outputs(executor: Any, count: int) -> list[list[int]]:
-    """40 tokens of each; every fifth step one request leaves."""
-    requests = begun(executor, count)
-    left = list(requests)
-    for _ in range(8):
-        greedy(executor, left, 5)
-        left = left[1:] if len(left) > 1 else left
-    return [request.output_token_ids for request in requests]
-
-
-def preference(judge: StepExecutor, ours: list[int], theirs: list[int], ids: list[int]) -> float:
-    """How much `judge` prefers one token to the other where two answers part, in deviations of its logits; 0 for equal ones."""
-    for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a != b:
-            logits = all_logits(judge, [*ids, *ours[:position]])[-1]
-            return abs(float(logits[a] - logits[b])) / float(logits.std())
-    return 0.0
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])

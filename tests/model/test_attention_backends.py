@@ -109,6 +109,25 @@ def test_every_way_gives_the_same(
         assert {call["window_size"] for call in calls} == {(-1 if w is None else w - 1, -1) for w in windows}
 
 
+@pytest.mark.parametrize(("codec", "is_paged"), [("bfloat16", True), ("int8", False)])
+def test_flash_attn_4_reads_any_block(
+    codec: str, is_paged: bool, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 tokens as well, where version 2 needs multiples of 256; codes of 8 bits are gathered."""
+    for name, module in attention_packages.flash_attn_4(calls).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model = config("gemma2")
+    pool = filled_cache(model, codec, 16)
+    items = [NobodysItem(array("i", [4, 2]), 20, 3), NobodysItem(array("i", [0, 3]), 13, 3)]
+    q = torch.randn(6, model.num_heads, model.head_dim).bfloat16()
+    results = []
+    for way in (EagerAttention(pool, model), FlashAttention(pool, model)):
+        way.begin(Batch.build(items, 16, torch.device("cpu")).groups)
+        results.append(torch.stack([way.attend(layer, q) for layer in range(model.num_layers)]))
+    assert relative(results[1], results[0]) < 6e-3
+    assert [call["block_table"] is not None for call in calls] == [is_paged] * model.num_layers
+
+
 def chosen(
     wanted: str, asked: AttentionNeeds, caplog: pytest.LogCaptureFixture, default: str = "sdpa"
 ) -> tuple[Any, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
+from triblade.config import EngineConfig
 from triblade.engine.local import LocalClient
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import EngineDeadError, RequestError
@@ -187,6 +189,15 @@ def test_close_ends_open_streams() -> None:
 
     run(client, scenario)
     client._engine.check_idle()
+
+
+def test_the_collector_leaves_alone_what_loading_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the engine may go."""
+    monkeypatch.setattr("triblade.engine.local.build_engine", lambda _: tiny_llm(model()).engine)
+    made = LocalClient.start(EngineConfig(model="tiny"))
+    assert gc.get_freeze_count() > 10_000
+    made.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_thread_sleeps_when_idle_and_serves_several_loops(client: LocalClient) -> None:

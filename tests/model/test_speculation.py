@@ -16,7 +16,7 @@ from triblade.engine.speculation import make_policy
 from triblade.errors import ConfigError
 from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams
-from triblade.spec.drafter import Draft, DraftItem
+from triblade.spec.drafter import Draft, DraftItem, DraftState
 from triblade.spec.policy import AdaptivePolicy, Candidate, DraftPolicy, FixedPolicy, StepRecord
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [3] * 10]
@@ -82,7 +82,7 @@ class TimedPolicy(AdaptivePolicy):
 
     def observe(self, record: StepRecord) -> None:
         drafted = max((outcome.asked for outcome in record.verified), default=0)
-        super().observe(replace(record, target_s=cpu_like_s(record.rows), draft_s=0.06 * drafted))
+        super().observe(record._replace(target_s=cpu_like_s(record.rows), draft_s=0.06 * drafted))
 
 
 @pytest.mark.parametrize(("wrong", "is_on"), [(1.0, False), (0.1, True)])
@@ -195,3 +195,24 @@ def test_a_drafter_that_loses_for_long_is_left_alone_for_a_while() -> None:  # F
     llm.generate([[1, 2, 3]], replace(params, max_tokens=20))
     assert drafter.calls == 3 * 64 + 19  # few requests are never slept through, whatever the nap that is left
     llm.engine.check_idle()
+
+
+def test_a_drafter_that_offers_many_requests_nothing_is_left_alone_for_a_while() -> None:  # F19
+    class Silent:
+        calls = 0
+
+        def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+            self.calls += 1
+            return [Draft([]) for _ in items]
+
+        def forget(self, request: DraftState) -> None:
+            pass
+
+    drafter = Silent()
+    model = open_tiny("llama", max_position_embeddings=512)
+    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3)
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    llm.generate([[1, 2, 3]] * 4, params)
+    assert drafter.calls == 64
+    llm.generate([[1, 2, 3]], params)
+    assert drafter.calls == 64 + 299  # one request is asked for as long as the policy wants drafts

@@ -6,60 +6,20 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
-import tokenizers
+from constrained import END, answers, byte_tokenizer, compiler, engine, form
 from random_schemas import random_schema
-from tiny_engine import open_tiny, tiny_llm
-from tokenizers import decoders, models, pre_tokenizers
 
-from triblade.errors import RequestError
-from triblade.llm import LLM, Completion
-from triblade.models.loader import OpenModel
-from triblade.models.tokenizer import Tokenizer
-from triblade.models.tokenizer_parts import TokenizerParts, byte_alphabet
+from triblade.errors import RequestError, UnsupportedError
+from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams, StructuredOutputs
 from triblade.structured.compiler import GrammarCompiler
 
-PIECES = ('{"', '":', '",', '"}', "null", "name", "red", "true")
-VOCABULARY = 256 + len(PIECES)
-END = VOCABULARY  # the last token; rows behind it are padding
-PADDED = 288
 TOY = "[!-~]{5}"
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Every byte, some pieces of JSON, and a special token that ends a text."""
-    alphabet = {character: number for number, character in enumerate(byte_alphabet())}
-    vocabulary = alphabet | {piece: 256 + number for number, piece in enumerate(PIECES)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    return Tokenizer(TokenizerParts(backend=backend, eos_token_ids=frozenset({END})))
-
-
-@cache
-def model() -> OpenModel:
-    tiny = open_tiny(vocab_size=PADDED, max_position_embeddings=512)
-    return replace(tiny, tokenizer=byte_tokenizer(), eos_token_ids=frozenset({END}))
-
-
-@cache
-def compiler() -> GrammarCompiler:
-    """One for all tests: its process takes seconds to start."""
-    return GrammarCompiler(byte_tokenizer(), END + 1)
-
-
-def engine(**options: Any) -> LLM:
-    llm = tiny_llm(model(), **{"deterministic": False, "num_kv_blocks": 1024, "max_model_len": 250, **options})
-    llm.engine.compile = compiler().compile
-    return llm
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +29,15 @@ def plain() -> Iterator[LLM]:
     llm.engine.check_idle()
 
 
-def form(kind: Any, text: Any = "") -> StructuredOutputs:
-    return StructuredOutputs(kind, text if isinstance(text, str) else json.dumps(text))
-
-
-def answers(llm: LLM, forms: Sequence[StructuredOutputs], **params: Any) -> list[Completion]:
-    """One answer per form, all of them in one batch."""
-    each = [
-        SamplingParams(**{"max_tokens": 200, "seed": number, **params}, structured_outputs=wanted)
-        for number, wanted in enumerate(forms)
-    ]
-    return [found for (found,) in llm.generate([[1, 2, 3]] * len(forms), each)]
-
-
 SCHEMAS = [random_schema(seed) for seed in range(100)]
 
 
-@pytest.mark.parametrize("drafter", [None, "suffix"])
-def test_a_hundred_random_schemas(plain: LLM, drafter: str | None) -> None:  # A23, F20
+@pytest.mark.parametrize(("drafter", "backend"), [(None, "native"), ("suffix", "native"), ("suffix", "reference")])
+def test_a_hundred_random_schemas(drafter: str | None, backend: str) -> None:  # A23, F20
     drafting = {"drafter": "suffix", "draft_policy": "fixed", "num_speculative_tokens": 4}
-    llm = engine(**drafting) if drafter else plain
+    options = {"backend": "native", "kv_cache_dtype": "bfloat16", "block_size": 16} if backend == "native" else {}
+    plain = engine(**options)
+    llm = engine(**options, **drafting) if drafter else plain
     found = answers(llm, [form("json_schema", schema) for schema in SCHEMAS])
     ended = [
         (schema, answer.text) for schema, answer in zip(SCHEMAS, found, strict=True) if answer.finish_reason == "stop"
@@ -204,3 +153,86 @@ def test_a_form_that_never_compiles_costs_its_sender_only() -> None:  # D14
     assert turns > 20, errors
     assert [error.message for error in errors] == ["the json_schema takes more than 0.5 s to compile and to follow"]
     assert patient.compile(form("regex", "b"), frozenset({END}))().allowed().any()
+
+
+def test_a_form_that_takes_too_much_memory() -> None:  # D14
+    small = GrammarCompiler(byte_tokenizer(), END + 1, limit_s=20.0, memory_bytes=2**25)
+    wide = form("json_schema", {"enum": ["".join(chr(97 + (n >> k) % 26) for k in range(60)) for n in range(3000)]})
+    with pytest.raises(RequestError, match="too much memory"):
+        small.compile(wide, frozenset({END}))
+    assert (
+        small.compile(form("regex", "b"), frozenset({END}))().allowed().any()
+    )  # another process compiles the next one
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triblade.structured.compiler.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError) as caught:
+        compiler().compile(form("regex", "a"), frozenset({END}))
+    assert "triblade[structured]" in str(caught.value.hint)
+    assert caught.value.http_status == 400
+
+
+class StuckMatcher:
+    """A matcher whose next mask comes when it is told to."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.go_on = threading.Event()
+
+    def fill_next_token_bitmask(self, bits: Any) -> None:
+        self.go_on.wait(30)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+def test_a_mask_that_never_comes_ends_its_own_request(plain: LLM) -> None:  # D14
+    """The engine stops waiting, whoever is beside it gets the same tokens as alone, and the form is refused from then on."""
+    own = GrammarCompiler(byte_tokenizer(), END + 1)
+    stuck: list[StuckMatcher] = []
+
+    def compile(wanted: StructuredOutputs, stops: frozenset[int]) -> Any:
+        make = own.compile(wanted, stops)
+
+        def made() -> Any:
+            constraint: Any = make()
+            constraint._matcher = StuckMatcher(constraint._matcher)
+            stuck.append(constraint._matcher)
+            return constraint
+
+        return made
+
+    llm = engine()
+    llm.engine.compile = compile
+    free = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    hostile = SamplingParams(max_tokens=12, structured_outputs=form("regex", "[ab]+"))
+    bad, good = llm.generate([[1, 2], [4, 5, 6]], [hostile, free])
+    assert bad[0].finish_reason == "error"
+    assert good[0].token_ids == plain.generate([[4, 5, 6]], free)[0][0].token_ids
+    llm.engine.check_idle()
+    with pytest.raises(RequestError, match="too long to follow"):
+        llm.generate([[1, 2]], hostile)
+    assert len(own._abandoned) == 1
+    stuck[0].go_on.set()
+    while len(own._abandoned):
+        time.sleep(0.005)
+
+
+def test_many_that_never_come_are_refused(plain: LLM) -> None:  # D14
+    own = GrammarCompiler(byte_tokenizer(), END + 1)
+    stuck = []
+    for letter in "abcd":
+        constraint: Any = own.compile(form("regex", letter), frozenset({END}))()
+        constraint._matcher = StuckMatcher(constraint._matcher)
+        stuck.append(constraint._matcher)
+        assert constraint.allowed().all()
+        assert "too long" in constraint.fault
+        constraint.rollback(1)
+        assert not constraint.accept(ord(letter) - 33)
+        assert not constraint.is_exhausted
+    with pytest.raises(RequestError, match="too many grammars"):
+        own.compile(form("regex", "e"), frozenset({END}))
+    assert own.compile(form("json_object"), frozenset({END}))().allowed().any()
+    for matcher in stuck:
+        matcher.go_on.set()

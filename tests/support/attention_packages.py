@@ -59,6 +59,42 @@ def flash_attn(calls: list[dict[str, Any]]) -> ModuleType:
     return made
 
 
+def flash_attn_4(calls: list[dict[str, Any]]) -> dict[str, ModuleType]:
+    """Version 4: its modules by name. The outer one holds nothing."""
+    inner: Any = ModuleType("flash_attn.cute")
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqused_k: Tensor,
+        page_table: Tensor | None,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+    ) -> tuple[Tensor, None]:
+        calls.append({"block_table": page_table, "window_size": window_size, "softcap": softcap})
+        assert causal
+        assert seqused_k.dtype == torch.int32
+        assert page_table is None or (page_table.dtype == torch.int32 and page_table.stride(-1) == 1)
+        outs = []
+        for number, length in enumerate(seqused_k.tolist()):
+            table = None if page_table is None else page_table[number].long()
+            keys, values = (x[number] if table is None else x[table].flatten(0, 1) for x in (k, v))
+            left = window_size[0]
+            outs.append(
+                attended(q[number], keys, values, length, left=left, scale=softmax_scale, softcap=softcap or None)
+            )
+        return torch.stack(outs), None
+
+    inner.flash_attn_varlen_func = flash_attn_varlen_func
+    outer: Any = ModuleType("flash_attn")
+    outer.cute = inner
+    return {"flash_attn": outer, "flash_attn.cute": inner}
+
+
 class _Wrapper:
     def __init__(self, workspace: Tensor, kv_layout: str) -> None:
         assert workspace.dtype == torch.uint8

@@ -126,16 +126,20 @@ class Pair:
 @contextmanager
 def pair(
     model: OpenModel,
-    connector: str | Connector = "local",
+    connector: str = "local",
     *,
+    way: Connector | None = None,
     change: Callable[[Link, Message], Iterable[Message]] | None = None,
     refused: bool = False,
     **options: Any,
 ) -> Iterator[Pair]:
-    """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears."""
+    """Two workers, ready (or `refused`); in the end nothing may be left. `change` disturbs what the decode worker hears.
+
+    `way` takes the place of the connector of that name.
+    """
     with TemporaryDirectory() as folder:
-        way = _connector(connector) if isinstance(connector, str) else connector
-        address = {"local": "prefill", "tcp": "127.0.0.1:0"}.get(str(connector), str(Path(folder, "p")))
+        way = way or (EmulatedIpcConnector() if connector == PLACED else CONNECTORS[connector]())
+        address = {"local": "prefill", "tcp": "127.0.0.1:0"}.get(connector, str(Path(folder, "p")))
         made = Pair(model, way if change is None else Disturbed(way, change), address, **options)
         try:
             made.eventually(lambda: bool(made.fetcher.refusals) if refused else made.fetcher.num_ready == 1)
@@ -143,11 +147,6 @@ def pair(
             made.check_idle()
         finally:
             made.close()
-
-
-def _connector(name: str) -> Connector:
-    made: Connector = EmulatedIpcConnector() if name == PLACED else CONNECTORS[name]()
-    return made
 
 
 class Disturbed:

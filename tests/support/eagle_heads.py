@@ -81,13 +81,14 @@ class Spy:
 
 
 @torch.inference_mode()
-def chain(model: OpenModel, folder: Path, tokens: list[int], length: int) -> list[int]:
-    """Guesses of a head from scratch in float32: everything computed again for each."""
+def chain(model: OpenModel, folder: Path, tokens: list[int], length: int, unknown: Sequence[int] = ()) -> list[int]:
+    """Guesses of a head from scratch in float32: everything computed again for each. For `unknown` tokens it sees no state."""
     decoder = plain_decoder(model)
     checkpoint = load_eagle(folder, model)
     head = checkpoint.head(decoder.weights.embedding, decoder.backend, decoder.context_length)
     hidden = target_hidden(decoder, torch.tensor([tokens]), checkpoint.inner_layers)[0]
     states = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
+    states[list(unknown)] = 0
     guesses: list[int] = []
     while len(guesses) < length:
         ids = torch.tensor([*tokens, *guesses])

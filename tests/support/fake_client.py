@@ -24,7 +24,9 @@ SPECIAL = {BOS: "<bos>", EOS: "<eos>"}
 
 
 class FakeTokenizer:
-    """Bytes in, bytes out."""
+    """Bytes in, bytes out; the template speaks of calls as Hermes' does."""
+
+    tool_template = "{{ tools }} <tool_call>"
 
     vocab_size = VOCABULARY
     eos_token_ids = frozenset({EOS})
@@ -58,6 +60,7 @@ class FakeTokenizer:
             turns.append(f"{message['role']}: {''.join(str(part.get('text')) for part in parts)}\n")
         if not turns:
             raise RequestError("messages must not be empty", param="messages")
+        turns.insert(0, "".join(f"tool {tool['function']['name']}\n" for tool in options.get("tools") or ()))
         if options.get("continue_final_message"):
             return "".join(turns)[:-1]
         return "".join(turns) + ("assistant: " if options.get("add_generation_prompt", True) else "")

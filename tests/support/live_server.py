@@ -55,9 +55,9 @@ def live_server(
     from triblade.serve.state import ServerState
 
     engine = engine or FakeClient()
-    max_num_seqs = config.pop("max_num_seqs", 4)
+    max_num_seqs, plan = config.pop("max_num_seqs", 4), config.pop("plan", None)
     server_config = replace(ServerConfig(port=0, drain_timeout_s=0.0, served_model_name=("fake",)), **config)
-    state = ServerState(EngineConfig(model="fake", max_num_seqs=max_num_seqs), server_config)
+    state = ServerState(EngineConfig(model="fake", max_num_seqs=max_num_seqs), server_config, plan)
     with bind(server_config) as listener:
         loader = Loader(state, start or (lambda _: engine))
         server = Server(state, loader, listener)

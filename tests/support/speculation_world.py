@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
@@ -98,7 +98,7 @@ class World:
             run.tokens += sum(gains.values())
             left = {number: tokens - gains[number] for number, tokens in left.items()}
             ended = [number for number, tokens in left.items() if tokens <= 0]
-            verified = [replace(outcome, is_last=outcome.number in ended) for outcome in verified]
+            verified = [outcome._replace(is_last=outcome.number in ended) for outcome in verified]
             rows = sum(1 + outcome.proposed for outcome in verified)
             target_s, draft_s = self.target_s(rows), self._draft_s([outcome.tries for outcome in verified])
             run.seconds += target_s + draft_s

@@ -85,7 +85,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
     """Replace the server; the list holds the configurations it was run with."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
     module = types.ModuleType("triblade.serve.run")
-    module.serve = lambda engine, server, start: calls.append((engine, server))  # type: ignore[attr-defined]
+    module.serve = lambda engine, server, start, plan: calls.append((engine, server))  # type: ignore[attr-defined]
     module.start_engine = lambda server, topology, transfer: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triblade.serve.run", module)
     return calls

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triblade import config
-from triblade.config import EngineConfig, ServerConfig, from_mapping, from_toml
+from triblade.config import EngineConfig, ServerConfig, from_mapping
 from triblade.errors import ConfigError, UnsupportedError
 
 
@@ -94,25 +94,35 @@ def test_unknown_key_names_the_nearest() -> None:
     assert "max_model_len" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("max_num_seqs", "8", "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
+        ("max_num_seqs", 8.0, "a whole number"),
+        ("gpu_memory_utilization", "half", "a number"),
+        ("deterministic", 1, "true or false"),
+        ("dtype", "float8", "one of auto, float32, bfloat16, float16"),
+        ("draft_model", 3, "text"),
+        ("cpu_cores", [0, "1"], "a list, each item a whole number"),
+        ("cpu_cores", 0, "a list, each item a whole number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {wanted}, got: "):
+        from_mapping(EngineConfig, {"model": "m", name: value})
+
+
+def test_values_that_stand_for_a_type_are_taken() -> None:
+    taken = from_mapping(
+        EngineConfig, {"model": "m", "gpu_memory_utilization": 1, "cpu_cores": [0, 1], "max_model_len": None}
+    )
+    assert (taken.gpu_memory_utilization, taken.cpu_cores, taken.max_model_len) == (1, (0, 1), None)
+
+
 def test_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match="misses: model"):
         from_mapping(EngineConfig, {"seed": 1})
-
-
-def test_toml_table(tmp_path: Path) -> None:
-    path = tmp_path / "server.toml"
-    path.write_text('[server]\nport = 81\nserved_model_name = ["a", "b"]\n', encoding="utf-8")
-    assert from_toml(ServerConfig, path, "server") == ServerConfig(port=81, served_model_name=("a", "b"))
-    assert from_toml(ServerConfig, path, "absent") == ServerConfig()
-
-
-@pytest.mark.parametrize("content", [b"[server\n", b"\xff\xfe", None])
-def test_unreadable_toml_is_a_config_error_with_the_path(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "broken.toml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"broken\.toml"):
-        from_toml(ServerConfig, path, "server")
 
 
 def test_api_key_from_the_environment_is_added(monkeypatch: pytest.MonkeyPatch) -> None:

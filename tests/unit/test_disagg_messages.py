@@ -38,7 +38,7 @@ from triblade.disagg.wire import (
 )
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput
-from triblade.engine.transfers import TransferCounts
+from triblade.engine.transfers import Spread, TransferCounts
 from triblade.errors import ContextLengthError, RequestError, WireError, WorkerLostError
 from triblade.sampling_params import SamplingParams, TokenLogprobs
 from triblade.spec.record import Speculation, SpeculationCounts
@@ -151,7 +151,9 @@ def test_outputs_and_loads_survive() -> None:
     sent = parsed(framed(packed_outputs([(3, output)]), CLIENT_PROTOCOL), CLIENT_PROTOCOL)
     assert unpacked_outputs(sent) == [(3, output)]  # type: ignore[arg-type]
     counts = SpeculationCounts(num_steps=3, drafted_per_position=[2, 1])
-    load = EngineLoad(num_running=2, speculation=counts, transfers=TransferCounts(num_fetches=4, fetch_s=0.5))
+    load = EngineLoad(
+        num_running=2, speculation=counts, transfers=TransferCounts(num_fetches=4, seconds=Spread([1, 3], 0.5))
+    )
     assert unpacked_load(packed_load(load, is_draining=False)) == load
     with pytest.raises(WireError):
         unpacked_outputs(replace(packed_outputs([]), payload=b"[[1]]"))

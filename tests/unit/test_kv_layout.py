@@ -44,6 +44,7 @@ def test_fingerprint_covers_every_field() -> None:
         replace(SMOLLM2, block_size=32),
         replace(SMOLLM2, codec="float16"),
         replace(SMOLLM2, model_hash="n"),
+        replace(SMOLLM2, weights="int8"),
         replace(SMOLLM2, rope="other"),
     ]
     assert len({layout.fingerprint() for layout in (SMOLLM2, *changed)}) == len(changed) + 1

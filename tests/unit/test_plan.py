@@ -331,8 +331,9 @@ def test_options_of_a_plan_are_flags_and_those_of_the_user_win(tmp_path: Path) -
 def test_the_command_line_serves_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, served = write(tmp_path / "plan.toml"), list[EngineConfig]()
 
-    def serve(engine: EngineConfig, *_: Any, **__: Any) -> int:
+    def serve(engine: EngineConfig, *_: Any, plan: Plan, **__: Any) -> int:
         served.append(engine)
+        assert plan == read_toml(Plan, file)
         return 0
 
     monkeypatch.setattr("triblade.serve.run.serve", serve)

@@ -12,25 +12,27 @@ from typing import Any
 import pytest
 
 from triblade.config import EngineConfig, TopologyConfig, WorkerConfig, to_flags
-from triblade.disagg.launch import split_cores
 from triblade.disagg.router import Router, summed
 from triblade.disagg.rpc import Welcome
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput
-from triblade.engine.transfers import TransferCounts
+from triblade.engine.transfers import Spread, TransferCounts
 from triblade.errors import ConfigError, ContextLengthError, WorkerLostError
 from triblade.sampling_params import SamplingParams
 from triblade.spec.record import SpeculationCounts
 
 PARAMS = SamplingParams(max_tokens=2)
-MODEL: Any = SimpleNamespace(vocab_size=50_000, tokenizer=None, generation_config={})
+MODEL: Any = SimpleNamespace(
+    vocab_size=50_000, tokenizer=None, generation_config={}, checkpoint=SimpleNamespace(fingerprint=lambda: "h")
+)
+LIMITS: dict[str, Any] = {"vocab_size": 9, "kv_tokens": 10_000, "max_logprobs": 5}
 
 
 class FakeWorker:
     """Two tokens for everybody; `lose_after` tokens it is gone."""
 
     def __init__(self, lose_after: int | None = None, context_length: int = 512) -> None:
-        self.welcome = Welcome(model="m", vocab_size=9, context_length=context_length, kv_tokens=10_000, max_logprobs=5)
+        self.welcome = Welcome(model="m", model_hash="h", context_length=context_length, **LIMITS)
         self.is_alive, self.is_draining = True, False
         self.num_calls = 0
         self.prompts: list[list[int]] = []
@@ -148,17 +150,8 @@ def test_loads_are_added_and_prefill_workers_are_not() -> None:
         assert (load.transfers.num_tokens, load.transfers.num_prefill_workers) == (10, 1)
     parts = [SpeculationCounts(num_steps=1, drafted_per_position=[1]), SpeculationCounts(drafted_per_position=[2, 5])]
     assert summed(SpeculationCounts, parts) == SpeculationCounts(num_steps=1, drafted_per_position=[3, 5])
-
-
-def test_cores_are_split_by_role() -> None:
-    two = TopologyConfig(prefill_workers=1, decode_workers=1)
-    assert split_cores(two, [4, 5]) == {"prefill": [(5,)], "decode": [(4,)]}
-    assert split_cores(two, [4]) == {"prefill": [(4,)], "decode": [(4,)]}
-    many = TopologyConfig(prefill_workers=2, decode_workers=2, prefill_threads=2)
-    assert split_cores(many, list(range(8))) == {"prefill": [(6,), (7,)], "decode": [(0, 1, 2), (3, 4, 5)]}
-    assert split_cores(TopologyConfig(decode_workers=2), [0, 1]) == {"prefill": [], "decode": [(0,), (1,)]}
-    with pytest.raises(ConfigError, match="leave a core"):
-        split_cores(TopologyConfig(prefill_workers=1, decode_workers=1, prefill_threads=2), [0, 1])
+    spreads = [TransferCounts(queue_s=Spread([1, 0, 2], 7.0)), TransferCounts(queue_s=Spread([0, 1, 1], 5.0))]
+    assert summed(TransferCounts, [*spreads, TransferCounts()]).queue_s == Spread([1, 1, 3], 12.0)
 
 
 def test_a_split_of_memory() -> None:

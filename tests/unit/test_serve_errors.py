@@ -45,6 +45,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     return found
 
 
+UNHELD = {"strict": True, "parameters": {"type": "object", "properties": {"a": {"uniqueItems": True}}}}
 WRONG_VALUES = [
     # (route, field, value, words of the message)
     (COMPLETIONS, "prompt", None, "must be a string"),
@@ -101,8 +102,19 @@ WRONG_VALUES = [
     (CHATS, "logprobs", 5, "valid boolean"),
     (CHATS, "top_logprobs", 2, "needs logprobs"),
     (CHATS, "chat_template", "{{ messages }}", "no chat template from requests"),
-    (CHATS, "tools", [{"type": "function", "function": {"name": "f"}}], "not supported"),
-    (CHATS, "tool_choice", "required", "not supported"),
+    (CHATS, "tools", [{"type": "function"}], "and a function"),
+    (CHATS, "tools", [{"type": "custom", "custom": {"name": "f"}}], "type: function"),
+    (CHATS, "tools", [{"type": "function", "function": {"name": ""}}], "printable"),
+    (CHATS, "tools", [{"type": "function", "function": {"name": "f"}}] * 2, "same name"),
+    (CHATS, "tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "type: object"),
+    (CHATS, "tools", [{"type": "function", "function": {"name": "f", **UNHELD}}], "uniqueItems"),
+    (CHATS, "tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)], "at most 128"),
+    (CHATS, "tools", "f", "valid list"),
+    (CHATS, "tool_choice", "required", "needs tools"),
+    (CHATS, "tool_choice", "always", "auto, none, required"),
+    (CHATS, "tool_choice", {"type": "function", "function": {"name": "f"}}, "names no tool"),
+    (CHATS, "tool_choice", {"type": "allowed_tools"}, "type: function"),
+    (CHATS, "parallel_tool_calls", "no", "valid boolean"),
     (CHATS, "functions", [{"name": "f"}], "not supported"),
     (CHATS, "response_format", {"type": "xml"}, "json_schema"),
     (CHATS, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "with a schema"),
@@ -137,7 +149,7 @@ def test_wrong_values(live: Live, path: str, field: str, value: Any, words: str,
 @pytest.mark.parametrize(
     "extra",
     [
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"tools": [], "functions": None, "function_call": "none", "response_format": {"type": "text"}},
         {"modalities": ["text"], "user": "me", "metadata": {"a": 1}, "service_tier": "auto", "store": False},
         {"something_new": [1]},

@@ -42,5 +42,5 @@ def test_the_fuzzer_finds_something(fuzzer: ModuleType) -> None:
     engine.check = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     with live_server(engine) as live, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuzzer, "good_answer", lambda client: "")
-        report = fuzzer.fuzz(live.url, requests=30, seed=1)
+        report = fuzzer.fuzz(live.url, requests=100, seed=1)
     assert any("status 500" in finding for finding in report.findings)

@@ -290,3 +290,23 @@ def test_a_key_is_checked_before_the_body_is_read() -> None:
     with live_server(api_key=("secret",), max_body_bytes=10) as live:
         response: Any = live.post(COMPLETIONS, {"prompt": "long enough"})
         assert response.status_code == 401
+
+
+# Web pages of others
+
+
+def test_pages_of_allowed_origins_only() -> None:
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with live_server(allowed_origins=("https://a.example",), api_key=("secret",)) as live:
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            asked = live.http.options(
+                COMPLETIONS, headers={"Origin": origin, **asking}
+            )  # a browser sends no key with it
+            assert asked.status_code == status
+            assert asked.headers.get("Access-Control-Allow-Origin") == ("https://a.example" if status == 200 else None)
+        headers = {"Origin": "https://a.example", "Authorization": "Bearer secret"}
+        answer = live.post(COMPLETIONS, {"prompt": "x"}, headers=headers)
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    with live_server() as live:
+        answer = live.post(COMPLETIONS, {"prompt": "x"}, headers={"Origin": "https://a.example"})
+        assert "Access-Control-Allow-Origin" not in answer.headers

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput
+from triblade.engine.transfers import TransferCounts
 from triblade.errors import EngineDeadError
 from triblade.serve.health import HealthProbe
 from triblade.serve.metrics import COUNTERS, GAUGES, HISTOGRAMS, ServerMetrics
@@ -115,7 +116,8 @@ def test_every_metric_has_a_help_text_and_a_row_in_the_docs() -> None:
     from pathlib import Path
 
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    text = ServerMetrics("m", lambda: None).exposition("")[0].decode()
+    load = EngineLoad(transfers=TransferCounts())
+    text = ServerMetrics("m", lambda: load).exposition("")[0].decode()
     for family in text_string_to_metric_families(text):
         if family.name.startswith("triblade:") and not family.name.endswith("_created"):
             assert family.documentation
@@ -128,6 +130,20 @@ def value(metrics: ServerMetrics, name: str) -> float:
             if sample.name == f"triblade:{name}":
                 return sample.value
     raise AssertionError(name)
+
+
+def test_spreads_of_transfers_are_histograms() -> None:
+    counts = TransferCounts(prefill_kv_usage=0.25)
+    for seconds in (0.01, 0.02, 100.0):
+        counts.observe("seconds", seconds)
+    metrics = ServerMetrics("m", lambda: EngineLoad(transfers=counts))
+    families = {f.name: f for f in text_string_to_metric_families(metrics.exposition("")[0].decode())}
+    found = families["triblade:kv_transfer_time_seconds"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in found if sample.name.endswith("_bucket")}
+    assert [buckets[bound] for bound in ("0.005", "0.01", "0.025", "60.0", "+Inf")] == [0, 1, 2, 2, 3]
+    assert value(metrics, "kv_transfer_time_seconds_sum") == pytest.approx(100.03)
+    assert value(metrics, "kv_transfer_key_error_count") == 0
+    assert value(metrics, "prefill_kv_cache_usage_perc") == 0.25
 
 
 def test_negative_amounts_count_nothing() -> None:  # H13

@@ -34,6 +34,7 @@ OPERATIONS = (
     "GET /ping",
     "GET /version",
     "GET /metrics",
+    "GET /plan",
 )
 
 

@@ -149,7 +149,7 @@ def test_each_role_has_a_core_whatever_the_share(tmp_path: Path) -> None:
         assert split.decode
     alone = split_cores(0.5, [3], tmp_path)
     assert alone.prefill == alone.decode == (3,)
-    assert "take turns" in alone.reason
+    assert "take turns" in alone.warnings[0]
     with pytest.raises(ConfigError, match="between 0 and 1"):
         split_cores(1.0, [3], tmp_path)
 

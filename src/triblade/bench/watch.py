@@ -1,7 +1,8 @@
 """What a target and its machine do during a load test, read a few times per second: gauges, memory, processor, accelerator.
 
 A figure that cannot be read is left out; nothing here can fail a test. Memory and processor time are those of one process and its
-children: this one for an engine in it, `--server-pid` for a server on this machine.
+children: this one for an engine in it, `--server-pid` for a server on this machine. What processes share (libraries, mapped
+weights, rows in shared memory) counts once, as much as the one with most of it has.
 """
 
 from __future__ import annotations
@@ -78,17 +79,19 @@ class Watch:
         """Resident bytes and busy cores of the process and its children, since the last call; None without a process."""
         if self.process is None:
             return None
-        memory_bytes, percent = 0, 0.0
+        own_bytes, shared_bytes, percent = 0, 0, 0.0
         try:
             for child in self.process.children(recursive=True):
                 self._children.setdefault(child.pid, child)  # a process object remembers its own last reading
             for process in (self.process, *self._children.values()):
                 if process.is_running():
-                    memory_bytes += process.memory_info().rss
+                    memory = process.memory_info()
+                    shared = getattr(memory, "shared", 0)  # of files and between processes: once for all of them
+                    own_bytes, shared_bytes = own_bytes + memory.rss - shared, max(shared_bytes, shared)
                     percent += process.cpu_percent()
         except psutil.Error:  # one of them has just ended
             pass
-        return memory_bytes, percent / 100
+        return own_bytes + shared_bytes, percent / 100
 
     def _note_highest(self, name: str, value: float) -> None:
         self.highest[name] = max(value, self.highest.get(name, value))

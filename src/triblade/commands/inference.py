@@ -21,7 +21,15 @@ from triblade.commands.frame import (
     TransferFlags,
     app,
 )
-from triblade.config import ServerConfig, TopologyConfig, TransferConfig, WorkerConfig, with_environment
+from triblade.config import (
+    Plan,
+    ServerConfig,
+    TopologyConfig,
+    TransferConfig,
+    WorkerConfig,
+    read_toml,
+    with_environment,
+)
 from triblade.conversation import converse, messages, stream, write
 
 log = logging.getLogger(__name__)
@@ -109,7 +117,8 @@ def serve(
     console.setup_logging(server.log_level)
     if plan is not None:  # its options are among the flags already, see `planning.with_plan`
         log.info("serving by the plan %s", plan)
-    return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer))
+    found = None if plan is None else read_toml(Plan, plan)
+    return run_server(engine, with_environment(server), start=start_engine(server, topology, transfer), plan=found)
 
 
 @app.command(usage="triblade worker MODEL --role ROLE --address ADDRESS [OPTIONS]")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from triblade import console
 from triblade.commands.frame import BENCH_GROUP, INTERRUPTED, EngineFlags, LogLevelFlag, app, print_report
-from triblade.config import BenchConfig, EngineConfig
+from triblade.config import BenchConfig, EngineConfig, client_api_key
 from triblade.config.checks import require_at_least
 from triblade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from triblade.doctor.symptoms import Finding
+
+
+NOTHING = EngineConfig(model="")
 
 
 @app.command(name="eval", usage="triblade eval MODEL --text FILE [OPTIONS]")
@@ -81,9 +89,12 @@ def compare(before: Path, after: Path, /) -> None:
     print(comparison_lines(load_result(before), load_result(after)))
 
 
-@app.command(usage="triblade doctor [--target MODEL --draft MODEL] [OPTIONS]")
+@app.command(usage="triblade doctor [URL|MODEL|--target MODEL --draft MODEL] [OPTIONS]")
 def doctor(
+    engine: EngineFlags = NOTHING,
     *,
+    text: Path | None = None,
+    expected_perplexity: float | None = None,
     target: str | None = None,
     draft: str | None = None,
     probe: bool = True,
@@ -91,28 +102,66 @@ def doctor(
     decode_workers: int = 1,
     log_level: LogLevelFlag = "error",
 ) -> int:
-    """Tell which devices or cores should prefill and which decode; or whether a draft model fits, exit code 1 if it does not.
+    """Name what is wrong, its cause and what to do; exit code 1 if there is anything.
+
+    With the URL of a server: ask it for some seconds. With a model and options of `serve`: whether it fits, what runs it.
+    With --target and --draft: whether the draft fits. With nothing: which devices or cores should prefill and which decode.
 
     Args:
+        text: With a URL: UTF-8 text whose perplexity is measured through the server.
+        expected_perplexity: What the original model has on that text.
         target: The model to be served.
         draft: The small model that is to draft for it.
         probe: Also load both and let the draft propose 4 tokens at a time for a few prompts.
         prefill_workers: Devices wanted for prefill, when no model is given.
         decode_workers: Devices wanted for decode.
     """
-    if target is None or draft is None:
-        if target != draft:
-            raise ConfigError("doctor compares two models", hint="give --target and --draft, or neither")
-        from triblade.disagg.machine import describe_machine
+    console.setup_logging(log_level)
+    if engine != NOTHING:
+        return _report(_examine(engine, text, expected_perplexity))
+    if target is not None and draft is not None:
+        return _compare_draft(target, draft, probe=probe)
+    if target != draft:
+        raise ConfigError("doctor compares two models", hint="give --target and --draft, or neither")
+    from triblade.disagg.machine import describe_machine
 
-        print(describe_machine(prefill_workers, decode_workers))
-        return 0
+    print(describe_machine(prefill_workers, decode_workers))
+    return 0
+
+
+def _examine(engine: EngineConfig, text: Path | None, expected_perplexity: float | None) -> list[Finding]:
+    """Findings about a running server, if the model is an address, or about a configuration."""
+    from triblade.bench.run import is_url
+
+    if not is_url(engine.model):
+        from triblade.doctor.configuration import examine
+
+        return examine(engine)
+    from triblade.doctor.symptoms import diagnose
+    from triblade.doctor.visit import visit
+    from triblade.quant.evaluate import read_text
+
+    scored = read_text(text) if text is not None else ""
+    return diagnose(
+        asyncio.run(visit(engine.model, api_key=client_api_key(), text=scored, expected_perplexity=expected_perplexity))
+    )
+
+
+def _report(findings: Sequence[Finding]) -> int:
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print("nothing wrong was found")
+    return int(bool(findings))
+
+
+def _compare_draft(target: str, draft: str, *, probe: bool) -> int:
+    """Whether a draft model fits; 1 if not."""
     from triblade.engine.build import build_engine
     from triblade.engine.probe import probe as measure
     from triblade.models.loader import open_model
     from triblade.spec.rope_trial import fit_of_draft
 
-    console.setup_logging(log_level)
     config = EngineConfig(model=target, drafter="draft", draft_model=draft)
     fit = fit_of_draft(open_model(config), open_model(EngineConfig(model=draft)))
     print(fit)

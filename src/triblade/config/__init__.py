@@ -10,7 +10,7 @@ from triblade.config.bench import BenchConfig
 from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
-from triblade.config.mapping import from_mapping, from_toml, to_flags
+from triblade.config.mapping import from_mapping, to_flags
 from triblade.config.plan import (
     Figure,
     Goals,
@@ -25,6 +25,7 @@ from triblade.config.plan import (
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
 from triblade.config.toml_file import parse_toml, read_toml, to_toml
+from triblade.config.tune import TuneConfig
 from triblade.config.worker import WorkerConfig
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "ServingEngine",
     "TopologyConfig",
     "TransferConfig",
+    "TuneConfig",
     "WeightPlan",
     "WorkerConfig",
     "Workload",
@@ -53,7 +55,6 @@ __all__ = [
     "client_api_key",
     "forced_isa",
     "from_mapping",
-    "from_toml",
     "offline",
     "parse_toml",
     "read_toml",

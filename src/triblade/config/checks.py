@@ -25,3 +25,12 @@ def require_positive(name: str, value: float | None) -> None:
     """
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} must be a positive number, got: {value}", param=name)
+
+
+def require_address(name: str, address: str) -> None:
+    """Raises:
+    ConfigError: `address` is neither HOST:PORT nor the path of a socket.
+    """
+    host, colon, port = address.rpartition(":")
+    if "/" not in address and not (colon and host and port.isdigit()):
+        raise ConfigError(f"{name} must be HOST:PORT or a path, got: {address!r}", param=name)

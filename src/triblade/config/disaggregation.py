@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from triblade.config.checks import require_at_least
+from triblade.config.checks import require_address, require_at_least, require_positive
 from triblade.errors import ConfigError
 
 ConnectorName = Literal["shm", "tcp", "cuda-ipc"]
@@ -37,10 +37,10 @@ class TransferConfig:
     """Share of the decode worker's KV blocks that requests on their way may hold."""
 
     transfer_timeout_s: float = 30.0
-    """Seconds without a row until the decode worker computes the rest itself."""
+    """Seconds in which no row moves, or that the rows which are left would take, until the decode worker computes them itself."""
 
     lease_s: float = 30.0
-    """Seconds that a prefill worker keeps rows for a decode worker that does not take them."""
+    """Seconds that a prefill worker keeps rows for a decode worker that takes nothing."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -65,13 +65,22 @@ class TopologyConfig:
     """Workers that answer requests; needed with prefill workers. Without those, several engines share the requests."""
 
     pd_memory: str = "30:70"
-    """Memory of all prefill workers to that of all decode workers."""
+    """Memory of all prefill workers to that of all decode workers, where these do not have a device each."""
 
     prefill_threads: int | None = None
     """CPU cores of the prefill workers together; default: half of them, one at least."""
 
     worker_restarts: int = 3
     """Times that a worker which died is started again."""
+
+    decode_address: tuple[str, ...] = ()
+    """A decode worker that was started elsewhere (`triblade worker`), as HOST:PORT or path; may be given several times."""
+
+    prefill_address: tuple[str, ...] = ()
+    """A prefill worker that was started elsewhere, for the decode workers that are started here; may be given several times."""
+
+    attach_timeout_s: float = 60.0
+    """Seconds that workers started elsewhere have to answer when the server starts."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -82,12 +91,26 @@ class TopologyConfig:
             raise ConfigError(
                 f"prefill_workers: {self.prefill_workers} without a decode worker", hint="add --decode-workers 1"
             )
+        if self.prefill_address and not self.decode_workers:
+            raise ConfigError(
+                f"prefill_address is for decode workers that are started here, got: {', '.join(self.prefill_address)}",
+                hint="add --decode-workers 1, or give it to the `triblade worker` that decodes",
+            )
+        for name in ("decode_address", "prefill_address"):
+            for address in getattr(self, name):
+                require_address(name, address)
+        require_positive("attach_timeout_s", self.attach_timeout_s)
         _ = self.shares
 
     @property
     def is_distributed(self) -> bool:
         """Whether there are workers at all."""
-        return self.decode_workers > 0
+        return self.decode_workers > 0 or bool(self.decode_address)
+
+    @property
+    def num_prefill_workers(self) -> int:
+        """That a decode worker which is started here knows."""
+        return self.prefill_workers + len(self.prefill_address)
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from triblade.registry import unknown_name
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+LinearBackend = Literal["triblade", "humming"]
 AttentionBackend = Literal["auto", "triblade", "flash_attn", "flashinfer", "triton", "sdpa", "eager"]
 BackendName = Literal["auto", "native", "reference"]
 QuantizationName = Literal["int4", "int8"]
@@ -117,6 +118,9 @@ class EngineConfig:
     attention_backend: AttentionBackend = "auto"
     """`triblade` (own kernels), `flash_attn`, `flashinfer`, `triton` (if installed), `sdpa` (torch), `eager`; `auto` says why."""
 
+    linear_backend: LinearBackend = "triblade"
+    """On a GPU: `humming` has humming-kernels multiply 4-bit weights where it was measured faster; keeps a copy of them."""
+
     deterministic: bool = False
     """Bit-equal results in float32 whatever the batch, chunks, cache hits and preemptions; slow, for tests and audits."""
 
@@ -176,6 +180,8 @@ class EngineConfig:
             )
         if self.attention_backend not in get_args(AttentionBackend):
             raise unknown_name("attention_backend", str(self.attention_backend), list(get_args(AttentionBackend)))
+        if self.linear_backend not in get_args(LinearBackend):
+            raise unknown_name("linear_backend", str(self.linear_backend), list(get_args(LinearBackend)))
         if self.drafter not in (None, *get_args(DrafterName)):
             raise unknown_name("drafter", str(self.drafter), list(get_args(DrafterName)))
         if self.draft_policy not in get_args(DraftPolicyName):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,3 +45,15 @@ def forced_isa() -> str:
 def offline() -> bool:
     """Whether the user forbade network access (TRIBLADE_OFFLINE or HF_HUB_OFFLINE)."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in ("TRIBLADE_OFFLINE", "HF_HUB_OFFLINE"))
+
+
+def visible_devices() -> tuple[int, ...] | None:
+    """Indices in CUDA_VISIBLE_DEVICES; None where it is not set, or names devices in another way."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(map(int, names)) if all(name.strip().isdigit() for name in names) else None
+
+
+def worker_environment(devices: Sequence[int]) -> dict[str, str]:
+    """Of a process that sees these devices, in this order, by the driver's numbers; without any, this process's own."""
+    chosen = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    return {**os.environ, **chosen} if devices else dict(os.environ)

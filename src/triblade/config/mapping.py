@@ -1,13 +1,12 @@
-"""Any configuration out of a mapping or a TOML table. Knows no option by name: the fields of the dataclass decide."""
+"""Any configuration out of a mapping, and as flags. Knows no option by name: the fields of the dataclass decide."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
+from triblade.config.types import describe, fits
 from triblade.errors import ConfigError
 from triblade.registry import unknown_name
 
@@ -18,7 +17,8 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     """Build a config dataclass.
 
     Raises:
-        ConfigError: a key is unknown (the hint has the nearest valid one) or missing, or a value is out of range.
+        ConfigError: a key is unknown (the hint has the nearest valid one) or missing, or a value is of another type than its
+            field or out of range.
     """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     for name in values:
@@ -29,7 +29,12 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     ]
     if missing:
         raise ConfigError(f"{kind.__name__} misses: {', '.join(missing)}")
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    types = get_type_hints(kind)
+    for name, value in given.items():
+        if not fits(value, types[name]):
+            raise ConfigError(f"{name} must be {describe(types[name])}, got: {value!r}", param=name)
+    return kind(**given)
 
 
 def to_flags(config: object) -> list[str]:
@@ -44,16 +49,3 @@ def to_flags(config: object) -> list[str]:
         else:
             flags += [f"--{name}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     return flags
-
-
-def from_toml(kind: type[_Config], path: Path, table: str) -> _Config:
-    """Read one table of a TOML file into a config dataclass; a table that is not there is an empty one.
-
-    Raises:
-        ConfigError: the file cannot be read, or see `from_mapping`.
-    """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read configuration file: {path}: {error}") from error
-    return from_mapping(kind, document.get(table, {}))

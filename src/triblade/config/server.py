@@ -8,6 +8,7 @@ from typing import Literal
 
 from triblade.config.checks import require_at_least
 from triblade.errors import ConfigError
+from triblade.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, unknown_name
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 GenerationConfigSource = Literal["auto", "none"]
@@ -29,11 +30,23 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Keys that clients must send as a bearer token; also read from TRIBLADE_API_KEY. None: no key is asked for."""
 
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server (CORS), such as `https://chat.example.org`; `*` is every one. Default: none."""
+
     generation_config: GenerationConfigSource = "auto"
     """Sampling defaults of requests: `auto` takes the model's generation_config, `none` the defaults of the OpenAI API."""
 
     trust_request_chat_template: bool = False
     """Let requests bring a chat template. A template is a program: allow it to clients you trust only."""
+
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: `hermes` (Qwen, too), `llama3_json`, `mistral`, `json`; `auto` asks the chat template."""
+
+    enable_auto_tool_choice: bool = True
+    """Let the model decide whether to call tools; without, requests must force a call, or forbid it."""
+
+    reasoning_parser: str = "none"
+    """Tell reasoning apart from the answer: `qwen3` and `deepseek_r1` (`<think>`), `mistral` (`[THINK]`), or `none`."""
 
     max_queued_requests: int = 1024
     """Requests that may wait; one more is answered with 503."""
@@ -57,6 +70,10 @@ class ServerConfig:
         """Check ranges."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got: {self.port}")
+        for field, table in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            name, neutral = getattr(self, field), getattr(ServerConfig, field)
+            if name != neutral and name not in table:
+                raise unknown_name(table.kind, name, [neutral, *table])
         for name in ("max_queued_requests", "rate_limit_per_minute", "max_body_bytes"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("drain_timeout_s", "request_timeout_s"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from triblade.config.checks import require_address
 from triblade.errors import ConfigError
 
 WorkerRole = Literal["prefill", "decode"]
@@ -39,5 +40,6 @@ class WorkerConfig:
                 f"prefill_address is for decode workers, got role prefill and {', '.join(self.prefill_address)}",
                 hint="leave it out",
             )
-        if not (":" in self.address or "/" in self.address):
-            raise ConfigError(f"address must be HOST:PORT or a path, got: {self.address!r}")
+        require_address("address", self.address)
+        for address in self.prefill_address:
+            require_address("prefill_address", address)

@@ -9,6 +9,8 @@ and no transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from triblade.config import TransferConfig
 from triblade.errors import CheckpointError, ConfigError, WireError
@@ -20,8 +22,32 @@ from triblade.kv.wire_pca import PcaLutWire
 from triblade.kv.wire_table import KVTable
 from triblade.registry import WIRE_CODECS
 
-Encode = Callable[[KVCache, Sequence[int], WireSpan], bytes]
 PLAIN = ("raw", "int8")  # need no table
+
+
+class RequestWire(Protocol):
+    """What encodes the rows of one request."""
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """See `Rows.errors`."""
+        ...
+
+    def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
+        """See `WireCodec`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwatched:
+    """Implements `RequestWire` with a codec whose errors nobody measures."""
+
+    codec: WireCodec
+    errors: tuple[float, ...] = ()
+
+    def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
+        """See `WireCodec`."""
+        return self.codec.encode(cache, blocks, span)
 
 
 class Sender:
@@ -55,9 +81,9 @@ class Sender:
         """Requests that did not go in the codec."""
         return 0 if self._gate is None else self._gate.counts.fallback_requests
 
-    def request(self) -> Encode:
-        """What encodes the rows of one request."""
-        return self.codec.encode if self._gate is None else self._gate.request().encode
+    def request(self) -> RequestWire:
+        """For one more request."""
+        return _Unwatched(self.codec) if self._gate is None else self._gate.request()
 
     def refresh(self, send: Callable[[bytes], None]) -> bool:
         """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then."""

@@ -18,31 +18,49 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class CoreSplit:
-    """Hardware threads of both roles, and why."""
+    """Hardware threads of both roles, those of one core and of one NUMA node side by side, why, and what is bad about it."""
 
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
     reason: str
+    warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """Without the warnings."""
         return f"prefill on cores {as_list(self.prefill)}, decode on cores {as_list(self.decode)}: {self.reason}"
 
+    def __str__(self) -> str:
+        return "\n".join((self.summary, *(f"warning: {text}" for text in self.warnings)))
 
-def split_cores(prefill_share: float = 0.5, allowed: Collection[int] | None = None, root: Path = ROOT) -> CoreSplit:
+
+def split_cores(
+    prefill_share: float = 0.5,
+    allowed: Collection[int] | None = None,
+    root: Path = ROOT,
+    *,
+    prefill_threads: int | None = None,
+) -> CoreSplit:
     """Cores for both roles.
 
     Args:
         prefill_share: of the cores.
         allowed: hardware threads that this process may use; None: its affinity.
         root: of the file system.
+        prefill_threads: as many threads instead, wherever that cuts.
 
     Raises:
-        ConfigError: the share is not between 0 and 1.
+        ConfigError: the share is not between 0 and 1, or the threads are all there are.
     """
     if not 0 < prefill_share < 1:
         raise ConfigError(f"prefill_share must be between 0 and 1, got: {prefill_share}", param="prefill_share")
     usable = _affinity() if allowed is None else sorted(allowed)
     nodes = [cores for cores in (_grouped(node, root) for node in _nodes(usable, root)) if cores]
+    if len(usable) == 1:
+        warning = f"there is one core, {usable[0]}: both roles take turns on it, and streams stutter"
+        return CoreSplit(_flat(nodes), _flat(nodes), "no other", (warning,))
+    if prefill_threads is not None:
+        return _cut(nodes, prefill_threads)
     if len(nodes) > 1:
         count = min(max(1, round(len(nodes) * prefill_share)), len(nodes) - 1)
         return CoreSplit(
@@ -50,10 +68,30 @@ def split_cores(prefill_share: float = 0.5, allowed: Collection[int] | None = No
         )
     cores = nodes[0]
     if len(cores) == 1:
-        return CoreSplit(_flat(nodes), _flat(nodes), "warning: there is one core, both roles take turns on it")
+        return _cut(nodes, max(1, len(usable) // 2))
     count = min(max(1, round(len(cores) * prefill_share)), len(cores) - 1)
     reason = f"one NUMA node, {count} of {len(cores)} cores prefill"
     return CoreSplit(_flat([cores[:count]]), _flat([cores[count:]]), reason)
+
+
+def _cut(nodes: Sequence[Sequence[tuple[int, ...]]], prefill_threads: int) -> CoreSplit:
+    """So many threads, whatever they have in common with the others."""
+    threads = _flat(nodes)
+    if prefill_threads >= len(threads):
+        raise ConfigError(
+            f"prefill_threads must leave a core to the decode workers, got {prefill_threads} of {len(threads)}",
+            hint=f"use at most --prefill-threads {len(threads) - 1}",
+        )
+    prefill, decode = threads[:prefill_threads], threads[prefill_threads:]
+    shared = [core for node in nodes for core in node if {*core} & {*prefill} and {*core} & {*decode}]
+    warnings = tuple(f"hardware threads {as_list(core)} are one core, and both roles use it" for core in shared)
+    return CoreSplit(prefill, decode, f"{prefill_threads} of {len(threads)} threads prefill", warnings)
+
+
+def in_order(allowed: Collection[int], root: Path = ROOT) -> tuple[int, ...]:
+    """Threads, those of one core and of one NUMA node side by side."""
+    usable = sorted(allowed)
+    return _flat([_grouped(node, root) for node in _nodes(usable, root)])
 
 
 def as_list(threads: Sequence[int]) -> str:
@@ -96,7 +134,7 @@ def _grouped(threads: Sequence[int], root: Path) -> list[tuple[int, ...]]:
 
 
 def _flat(nodes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    return tuple(sorted(thread for node in nodes for core in node for thread in core))
+    return tuple(thread for node in nodes for core in node for thread in core)
 
 
 def _affinity() -> list[int]:

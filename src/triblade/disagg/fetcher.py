@@ -2,8 +2,9 @@
 
 Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
 much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
-is told exactly once, whatever happens: the peer's word, its loss, or silence for `timeout_s`; a cancelled one ends without a
-word, but for `Settled` where it named blocks that the peer may have been writing into.
+is told exactly once, whatever happens: the peer's word, its loss, silence for `timeout_s`, or a link so slow that the rest would
+take longer than that; a cancelled one ends without a word, but for `Settled` where it named blocks that the peer may have been
+writing into.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triblade.disagg.frames import Message
+from triblade.disagg.kv_connector import Arrival, Settled
 from triblade.disagg.links import Connector, Link
+from triblade.disagg.pace import Pace
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
 from triblade.errors import WireError
 
@@ -29,46 +32,9 @@ TICK_S = 0.1
 REDIAL_S = 1.0
 REDIAL_REFUSED_S = 60.0
 SILENCE_S = 10.0  # prefill workers say how busy they are much more often
+TURNS = 2  # messages that everybody else may have before the next one of a transfer that is late
+SLOW_S, SLOW_SHARE = 1.0, 0.8  # a transfer that took so long, and in most of that time waited for the link, was slow
 SETTLE_S = 1.0  # after the loss of a prefill worker, until none of its writes can be under way; the last one takes milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """After `cancel` of a transfer that named blocks: nobody writes into them any more."""
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What came; of rows and ends that a peer sent itself with its link. Rows by reference lie in the pool of that peer."""
-
-    message: Rows | End | Settled
-    link: Link | None = None
-
-
-class KVConnector(Protocol):
-    """Where a decode engine gets rows from."""
-
-    def accepts(self, num_tokens: int) -> bool:
-        """Whether somebody is there and not too busy to compute so many tokens."""
-        ...
-
-    def fetch(self, request: Fetch) -> None:
-        """Ask for rows; what comes of it is told by `poll`."""
-        ...
-
-    def cancel(self, transfer: int) -> None:
-        """Nothing of this transfer is wanted any more, or it is over."""
-        ...
-
-    def poll(self) -> Arrival | None:
-        """What came, in order."""
-        ...
-
-    def close(self) -> None:
-        """Leave all peers."""
-        ...
 
 
 class Terms(Protocol):
@@ -98,7 +64,10 @@ class _Open:
     peer: _Peer
     attempt: int
     left_tokens: int
-    deadline_s: float
+    begin_s: float
+    last_s: float  # when its last row came
+    begin_receiving_s: float  # the link's, then
+    seen_messages: int  # the peer's, when its last row came
     names_blocks: bool
     is_over: bool = False  # its end was told
     settles_s: float = math.inf  # when nobody can be writing any more
@@ -114,6 +83,9 @@ class Fetcher:
         notify: called from any thread when `poll` has something.
         max_backlog: tokens that may wait at a peer.
         timeout_s: of transfers, since their last row.
+
+    Attributes:
+        num_slow: transfers that took long because of the link.
     """
 
     def __init__(
@@ -135,6 +107,7 @@ class Fetcher:
         self._open: dict[int, _Open] = {}
         self._settling: dict[int, _Open] = {}  # cancelled, but perhaps being written
         self._arrivals: deque[Arrival] = deque()
+        self.num_slow = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tend, name="triblade-fetcher", daemon=True)
         self._thread.start()
@@ -155,9 +128,11 @@ class Fetcher:
         return [peer.refusal for peer in self._peers if peer.refusal is not None]
 
     def accepts(self, num_tokens: int) -> bool:
-        """See `KVConnector`."""
+        """See `KVConnector`. On a link so slow that the rows would be given up, nobody waits for them."""
         peer = self._least_busy()
-        return peer is not None and peer.backlog_tokens + num_tokens <= self._max_backlog
+        if peer is None or peer.backlog_tokens + num_tokens > self._max_backlog:
+            return False
+        return peer.pace.expected_s(peer.own_tokens + num_tokens, time.monotonic()) <= self._timeout_s
 
     def fetch(self, request: Fetch) -> None:
         """See `KVConnector`."""
@@ -168,8 +143,16 @@ class Fetcher:
                 self._tell(Arrival(End(transfer=request.transfer, attempt=request.attempt, error="no prefill worker")))
                 return
             peer.own_tokens += tokens
+            now = time.monotonic()
             self._open[request.transfer] = _Open(
-                peer, request.attempt, tokens, time.monotonic() + self._timeout_s, bool(request.blocks)
+                peer=peer,
+                attempt=request.attempt,
+                left_tokens=tokens,
+                begin_s=now,
+                last_s=now,
+                begin_receiving_s=peer.receiving_s,
+                seen_messages=peer.num_messages,
+                names_blocks=bool(request.blocks),
             )
         peer.send(request)
 
@@ -179,13 +162,14 @@ class Fetcher:
             found = self._forget(transfer)
             if found is not None and found.names_blocks:
                 self._settling[transfer] = found
-                found.deadline_s = time.monotonic() + self._timeout_s
+                found.last_s = time.monotonic()
                 if not found.peer.places:
                     found.settles_s = 0.0
             elif found is None and transfer not in self._settling:
                 self._tell(Arrival(Settled(transfer)))  # nobody was asked
             self._settle(time.monotonic())
         if found is not None:
+            self._note_slowness(found)
             found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
 
     def poll(self) -> Arrival | None:
@@ -218,8 +202,13 @@ class Fetcher:
                 count = min(found.left_tokens, message.num_tokens)
                 found.left_tokens -= count
                 peer.own_tokens -= count
-                found.deadline_s = time.monotonic() + self._timeout_s
+                found.last_s, found.seen_messages = time.monotonic(), peer.num_messages
             self._tell(Arrival(message, link))
+            if (
+                not found.is_over
+                and (rest_s := peer.pace.expected_s(found.left_tokens, found.last_s)) > self._timeout_s
+            ):
+                self._end(message.transfer, found, f"a slow link: the rest would take {rest_s:.0f} s")
 
     def lost(self, peer: _Peer, reason: str) -> None:
         """A peer is gone: so are its transfers."""
@@ -246,10 +235,27 @@ class Fetcher:
 
     def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
         for transfer, found in self._open.items():
-            if found.is_over or not is_over(found):
-                continue
-            found.is_over = True
-            self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
+            if not found.is_over and is_over(found):
+                self._end(transfer, found, reason)
+
+    def _end(self, transfer: int, found: _Open, reason: str) -> None:
+        found.is_over = True
+        self._tell(Arrival(End(transfer=transfer, attempt=found.attempt, error=reason)))
+
+    def _is_late(self, found: _Open, now: float) -> bool:
+        """No row for too long. While a message is on its way it may be the next one, unless all others had their turns since."""
+        if now <= found.last_s + self._timeout_s:
+            return False
+        num_open = sum(other.peer is found.peer for other in self._open.values())
+        is_moving = now <= found.peer.pace.moved_s + self._timeout_s
+        return not is_moving or found.peer.num_messages - found.seen_messages > TURNS * num_open
+
+    def _note_slowness(self, found: _Open) -> None:
+        """A whole transfer that mostly waited for the link."""
+        took_s, waited_s = time.monotonic() - found.begin_s, found.peer.receiving_s - found.begin_receiving_s
+        if found.left_tokens == 0 and took_s > SLOW_S and waited_s > SLOW_SHARE * took_s:
+            self.num_slow += 1
+            found.peer.warn_of_slowness(took_s, waited_s)
 
     def _tell(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
@@ -262,9 +268,13 @@ class Fetcher:
             for peer in self._peers:
                 peer.tend(self._connector, now)
             with self._lock:
-                self._end_where(lambda found: found.deadline_s < now, f"no rows for {self._timeout_s:g} s")  # noqa: B023
+                self._end_where(lambda found: self._is_late(found, now), f"no rows for {self._timeout_s:g} s")  # noqa: B023
                 self._settle(now)
-                silent = {f.peer for f in self._settling.values() if f.deadline_s < now and f.settles_s == math.inf}
+                silent = {
+                    f.peer
+                    for f in self._settling.values()
+                    if f.last_s + self._timeout_s < now and f.settles_s == math.inf
+                }
             for peer in silent:
                 peer.hang_up(f"it has not said for {self._timeout_s:g} s whether it still writes rows")
 
@@ -279,6 +289,9 @@ class _Peer:
         self.is_ready = False
         self.places = False  # rows, where they belong
         self.refusal: str | None = None
+        self.pace = Pace(time.monotonic())
+        self.num_messages = 0  # with rows
+        self._warned_of_slowness = False
         self._fetcher = fetcher
         self._link: Link | None = None
         self._next_dial_s = 0.0
@@ -288,6 +301,24 @@ class _Peer:
     def backlog_tokens(self) -> int:
         """Tokens that wait there, as far as known: its own word is a little old."""
         return max(self.state.backlog_tokens, self.own_tokens)
+
+    @property
+    def receiving_s(self) -> float:
+        """Seconds that rows which came were on their way, since the link began."""
+        link = self._link
+        return 0.0 if link is None else link.traffic.receiving_s
+
+    def warn_of_slowness(self, took_s: float, waited_s: float) -> None:
+        """Once for each link."""
+        if not self._warned_of_slowness:
+            self._warned_of_slowness = True
+            log.warning(
+                "slow link to prefill worker %s: %.1f of a transfer's %.1f s went by waiting for bytes; "
+                "a smaller wire codec, a nearer worker or a larger --remote-prefill-tokens would help",
+                self.address,
+                waited_s,
+                took_s,
+            )
 
     def send(self, message: Message) -> None:
         """To a peer that is gone, nothing is sent."""
@@ -312,7 +343,8 @@ class _Peer:
     def tend(self, connector: Connector, now: float) -> None:
         """Dial when it is time; hang up on who is silent."""
         if self._link is not None:
-            if now - self._last_word_s > SILENCE_S:
+            self.pace.look(self._link.traffic, now)
+            if now - max(self._last_word_s, self.pace.moved_s) > SILENCE_S:
                 self.hang_up(f"silent for {SILENCE_S:g} s")
             return
         if now < self._next_dial_s:
@@ -324,12 +356,17 @@ class _Peer:
             log.debug("prefill worker %s: %s", self.address, error)
             return
         self._link, self._last_word_s = link, now
+        self.pace, self._warned_of_slowness = Pace(now), False
         link.start(self)
         link.send(self._fetcher.terms.hello(link))
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
-        self._last_word_s = time.monotonic()
+        now = self._last_word_s = time.monotonic()
+        if message.payload:
+            self.pace.came(link.traffic, message.num_tokens if isinstance(message, Rows) else 0, now)
+        if isinstance(message, Rows):
+            self.num_messages += 1
         if isinstance(message, Rows | End):
             self._fetcher.arrived(self, link, message)
         elif isinstance(message, State):

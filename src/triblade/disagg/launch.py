@@ -1,7 +1,8 @@
-"""`triblade serve` with workers: what each of them gets of the machine, and a router over all of them.
+"""`triblade serve` with workers: what each of them gets of the machine, and a router over all of them, those that were started
+elsewhere included.
 
-The memory that one engine would give to its KV cache is split by `pd_memory`, the cores by role. Knows how workers are told what
-to do (command line options), nothing of what they do.
+Where there are enough devices each worker has its own; else the memory that one engine would give to its KV cache is split by
+`pd_memory`. Cores are split by role. Knows how workers are told what to do (command line options), nothing of what they do.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from triblade.config import EngineConfig, LogLevel, TopologyConfig, TransferConfig, WorkerConfig, to_flags
+from triblade.config.environment import visible_devices
 from triblade.config.worker import WorkerRole
+from triblade.disagg.placement import Placement, place_cores, place_devices
 from triblade.disagg.processes import Supervisor, WorkerProcess
 from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.router import Router
 from triblade.disagg.rpc import CLIENT_PROTOCOL
 from triblade.disagg.sockets import SocketLink, connected
+from triblade.disagg.worker import check_addresses
 from triblade.engine.build import Preparation, prepare
+from triblade.engine.client import EngineLoad
 from triblade.errors import ConfigError, EngineDeadError
 from triblade.models.loader import OpenModel, open_model
 from triblade.ops.select import select_device
@@ -28,7 +32,6 @@ from triblade.ops.select import select_device
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-WAIT_FOR_PREFILL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +54,22 @@ class Deployment:
 
 
 def start_workers(deployment: Deployment) -> Router:
-    """Start the processes and wait until they serve.
+    """Start the processes, attach to those that run elsewhere, and wait until they serve.
 
     Raises:
-        TribladeError: the options contradict each other or the machine, or a worker did not start.
+        TribladeError: the options contradict each other or the machine, or a worker did not start or answer, or serves
+            something else.
     """
+    topology = deployment.topology
+    check_addresses(deployment.transfer, topology.prefill_address)
     model = open_model(deployment.engine)
-    processes = planned(deployment, model)
-    supervisor = Supervisor(processes, deployment.topology.worker_restarts)
-    dials = [partial(_dial, process.address) for process in processes if process.role == "decode"]
-    router = Router(model, dials, supervisor.close)
+    processes = planned(deployment, model) if topology.decode_workers else []
+    supervisor = Supervisor(processes, topology.worker_restarts)
+    addresses = [process.address for process in processes if process.role == "decode"]
+    router = Router(model, [partial(_dial, each) for each in (*addresses, *topology.decode_address)], supervisor.close)
     try:
-        _wait(router, supervisor, deployment.topology)
+        _attach(router, topology)
+        _wait(router, supervisor, topology)
     except BaseException:
         router.close()
         raise
@@ -74,22 +81,26 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     topology, engine = deployment.topology, deployment.engine
     counts: dict[WorkerRole, int] = {"prefill": topology.prefill_workers, "decode": topology.decode_workers}
     device, _ = select_device(engine.device)
-    whole = prepare(engine, model, device, copies=sum(counts.values()))
-    cores = split_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    devices = place_devices(topology, visible_devices()) if device.type == "cuda" else Placement({}, "no device")
+    cores = place_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    (devices if device.type == "cuda" else cores).report()
+    whole = prepare(engine, model, device, copies=1 if devices.shares else sum(counts.values()))
     processes: list[WorkerProcess] = []
     for role, share in zip(counts, topology.shares, strict=True):
-        own = _engine_of(role, engine, whole, share / max(1, counts[role]))
+        own = _engine_of(role, engine, whole, 1.0 if devices.shares else share / max(1, counts[role]))
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
+            addresses += topology.prefill_address
             process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector != "tcp")
             worker = WorkerConfig(
                 role=role,
                 address=process.inherited,
                 prefill_address=addresses if role == "decode" else (),
-                cores=cores[role][number],
+                cores=cores.shares[role][number],
                 drain_timeout_s=deployment.drain_timeout_s,
                 parent_pipe=process.pipe,
             )
+            process.devices = devices.shares[role][number] if devices.shares else ()
             process.options = [
                 *to_flags(own),
                 *to_flags(worker),
@@ -98,35 +109,6 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
             ]
             processes.append(process)
     return processes
-
-
-def split_cores(topology: TopologyConfig, cores: Sequence[int]) -> dict[WorkerRole, list[tuple[int, ...]]]:
-    """Cores of each worker. Who computes prompts never shares one with who streams, where there are enough.
-
-    Raises:
-        ConfigError: the prefill workers are to have all cores.
-    """
-    if not topology.prefill_workers:
-        return {"prefill": [], "decode": _dealt(cores, topology.decode_workers)}
-    count = topology.prefill_threads or max(1, len(cores) // 2)
-    if len(cores) > 1 and count >= len(cores):
-        raise ConfigError(
-            f"prefill_threads must leave a core to the decode workers, got {count} of {len(cores)}",
-            hint=f"use at most --prefill-threads {len(cores) - 1}",
-        )
-    rest = cores[: len(cores) - count] or cores
-    return {
-        "prefill": _dealt(cores[-count:], topology.prefill_workers),
-        "decode": _dealt(rest, topology.decode_workers),
-    }
-
-
-def _dealt(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Cores in equal parts side by side; with fewer cores than workers some share one."""
-    size = len(cores) // workers
-    if size == 0:
-        return [(cores[number % len(cores)],) for number in range(workers)]
-    return [tuple(cores[number * size : (number + 1) * size]) for number in range(workers)]
 
 
 def _engine_of(role: WorkerRole, engine: EngineConfig, whole: Preparation, share: float) -> EngineConfig:
@@ -150,23 +132,53 @@ def _dial(address: str) -> RemoteClient:
     return RemoteClient(SocketLink(connected(address), address, CLIENT_PROTOCOL))
 
 
-def _wait(router: Router, supervisor: Supervisor, topology: TopologyConfig) -> None:
-    """Until every decode worker serves, and knows its prefill workers.
+def _attach(router: Router, topology: TopologyConfig) -> None:
+    """Wait until the decode workers that were started elsewhere serve.
 
     Raises:
-        EngineDeadError: one ended instead.
+        EngineDeadError: one does not answer.
+        ConfigError: one serves another model.
     """
-    since_s: float | None = None
+    addresses = dict(enumerate(topology.decode_address, start=topology.decode_workers))
+    deadline = time.monotonic() + topology.attach_timeout_s
+    while missing := {number: why for number, why in router.missing.items() if number in addresses}:
+        strange = [number for number in router.strangers if number in missing]
+        number = (strange or list(missing))[0]
+        fault = f"decode worker at {addresses[number]}: {missing[number]}"
+        if strange:
+            raise ConfigError(fault, hint="give `triblade serve` the model that the worker was started with")
+        if time.monotonic() > deadline:
+            hint = (
+                f"triblade worker MODEL --role decode --address {addresses[number]} starts one; see --attach-timeout-s"
+            )
+            raise EngineDeadError(fault, hint=hint)
+        time.sleep(POLL_S)
+
+
+def _wait(router: Router, supervisor: Supervisor, topology: TopologyConfig) -> None:
+    """Until every decode worker that is started here serves, and knows its prefill workers.
+
+    Raises:
+        EngineDeadError: one ended instead, or the prefill workers do not answer.
+    """
+    own, wanted = range(topology.decode_workers), topology.num_prefill_workers
+    if not own:
+        return
+    deadline: float | None = None
     while True:
         if (failure := supervisor.failure) is not None:
             raise EngineDeadError(failure, hint="its own message stands above")
-        loads = [worker.load() for worker in router.ready]
-        if len(loads) == topology.decode_workers:
-            known = [0 if load.transfers is None else load.transfers.num_prefill_workers for load in loads]
-            if not topology.prefill_workers or min(known) == topology.prefill_workers:
+        if not router.missing.keys() & set(own):
+            known = min((_num_prefill_workers(load) for load in router.loads(own)), default=0)
+            if known == wanted:
                 supervisor.all_started()
                 return
-            since_s = since_s or time.monotonic()
-            if time.monotonic() - since_s > WAIT_FOR_PREFILL_S:
-                raise EngineDeadError("the prefill workers do not answer", hint="see the log above")
+            deadline = deadline or time.monotonic() + topology.attach_timeout_s
+            if time.monotonic() > deadline:
+                names = ", ".join(topology.prefill_address) or "started here"
+                raise EngineDeadError(f"{known} of {wanted} prefill workers answer ({names})", hint="see the log above")
         time.sleep(POLL_S)
+
+
+def _num_prefill_workers(load: EngineLoad) -> int:
+    return 0 if load.transfers is None else load.transfers.num_prefill_workers

@@ -2,14 +2,15 @@
 
 Life of a link: opened by a connector -> `start` with what receives -> messages, until either side closes or the way breaks, which
 is told once, also to the side that closed. Sending never blocks: what the peer does not take is kept and counted in
-`unsent_bytes`, and whoever sends a lot looks there first. `LocalLink` joins two workers of one process; sockets are in
-`disagg.sockets`.
+`unsent_bytes`, and whoever sends a lot looks there first. `traffic` grows within a message, too, so that a slow link is not taken
+for a broken one. `LocalLink` joins two workers of one process; sockets are in `disagg.sockets`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triblade.disagg.frames import Message
@@ -36,10 +37,21 @@ class Receiver(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Payloads of a link since its start, also those that are on their way."""
+
+    sent_bytes: int = 0
+    sending_s: float = 0.0  # that the way took for these
+    received_bytes: int = 0
+    receiving_s: float = 0.0  # that payloads which came were on their way; waiting for one to begin is not counted
+
+
 class Link(Protocol):
     """One end."""
 
     peer: str  # for messages to people
+    traffic: Traffic
     file: int | None  # descriptor of the memory that the peer's rows lie in, where it was given; the receiver closes it
 
     def start(self, receiver: Receiver) -> None:
@@ -109,6 +121,7 @@ class LocalLink:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.traffic = Traffic()  # stays as it is: nothing is ever on its way
         self.file: int | None = None
         self._lock = threading.RLock()
         self._other: LocalLink | None = None

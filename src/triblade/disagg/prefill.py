@@ -4,7 +4,8 @@ Life of a job: Fetch -> a request over all tokens but the last, which samples no
 as Rows, while the next chunk is computed -> the last ones and End -> its blocks are released. Rows by value are copies, so they
 owe nobody anything; rows by reference are leased: their blocks are retained until the reader has `Taken` them, or the lease
 expires. Rows that are placed (`disagg.placed_rows`) are leased to the own writer, and the End waits for it, also after a Cancel.
-What a peer does not take is not encoded either; a job that makes no progress for as long as a lease is given up.
+What a peer does not take is not encoded either, and jobs take turns, the one that waited longest first. A job that makes no
+progress for as long as a lease is given up, on a link that moves no byte; a slow link gets smaller messages instead.
 
 One thread owns the engine; links only put what they hear into its inbox. Invariant: every Fetch ends in exactly one End, unless
 it was cancelled or its link is gone, and then nothing of it is left.
@@ -16,20 +17,23 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field, replace
+import weakref
+from dataclasses import replace
 
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
-from triblade.disagg.codecs import Encode, Sender
+from triblade.disagg.codecs import Sender
 from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import canary, described, layout_from, why_not
 from triblade.disagg.links import Link
-from triblade.disagg.placed_rows import RowWriter, Target, Ticket, Write
+from triblade.disagg.pace import Window
+from triblade.disagg.placed_rows import RowWriter, Write
+from triblade.disagg.prefill_jobs import Job, Lease, Reader
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
+from triblade.engine.local import end_thread
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.engine.request import Request
 from triblade.errors import TribladeError, WireError
@@ -39,7 +43,6 @@ from triblade.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 ROWS_TOKENS = 64  # of one message: a decode worker stores it between two steps
-MAX_UNSENT_BYTES = 16 << 20  # of a link; more is not encoded yet
 STATE_INTERVAL_S = 0.25
 GRACE_S = 1.0  # between the end of a lease as the reader knows it and the reuse of its blocks
 LEAST_CHUNK_TOKENS = 16
@@ -48,44 +51,6 @@ NO_WAY = "the prefill worker has no way to"
 COMPUTE_ONLY = SamplingParams(max_tokens=0, temperature=0.0)
 
 Heard = tuple[Link, Message | None]  # None: the link is lost; a message without a link: look around
-
-
-@dataclass(slots=True)
-class _Lease:
-    """Blocks that a peer reads."""
-
-    stop: int  # tokens of the request that end there
-    blocks: list[int]
-    expires_s: float
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Who gets rows over a link."""
-
-    sender: Sender
-    by_reference: bool
-    target: Target | None  # where rows are placed
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A transfer as the prefill worker sees it."""
-
-    link: Link
-    fetch: Fetch
-    request: Request
-    stop: int  # tokens to compute
-    sent: int  # tokens whose rows are with the peer
-    progress_s: float
-    encode: Encode
-    ticket: Ticket | None = None  # its rows are placed
-    leases: deque[_Lease] = field(default_factory=deque)
-    has_ended: bool = False  # its End is sent; only leases are left
-
-    @property
-    def key(self) -> tuple[Link, int, int]:
-        return (self.link, self.fetch.transfer, self.fetch.attempt)
 
 
 class PrefillService:
@@ -113,14 +78,15 @@ class PrefillService:
         self._writer = None if memory is None else RowWriter(self._cache, config.wire_codec, memory, self.received)
         self._lease_s = config.lease_s
         self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
-        self._links: dict[Link, _Reader] = {}  # greeted ones
-        self._jobs: dict[tuple[Link, int, int], _Job] = {}
+        self._links: dict[Link, Reader] = {}  # greeted ones
+        self._jobs: dict[tuple[Link, int, int], Job] = {}
         self._state = State(backlog_tokens=0)
         self._num_expired = self._num_faults = 0
         self._next_state_s = 0.0
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
     def num_jobs(self) -> int:
@@ -153,8 +119,7 @@ class PrefillService:
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._closing()
         if self._writer is not None:
             self._writer.close()
 
@@ -169,8 +134,7 @@ class PrefillService:
             self._read_inbox()
             if self.engine.has_work:
                 self._step()
-            for job in list(self._jobs.values()):
-                self._publish(job)
+            self._publish()
             self._tend(time.monotonic())
         for link in list(self._links):
             self._forget_link(link)
@@ -224,7 +188,9 @@ class PrefillService:
         if self._writer is not None:
             target, why_not_placed = self._writer.try_open(link, hello, theirs)
         pool = self._pool if hello.by_reference and target is None else None
-        reader = self._links[link] = _Reader(Sender(self._config, layout, theirs), pool is not None, target)
+        reader = self._links[link] = Reader(
+            Sender(self._config, layout, theirs), pool is not None, Window(time.monotonic()), target
+        )
         if (table := reader.sender.table) is not None:
             link.send(Table(payload=table))
         answer = Hello(
@@ -252,8 +218,8 @@ class PrefillService:
         except TribladeError as error:
             link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
             return
-        encode = self._links[link].sender.request()
-        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), encode, ticket)
+        wire = self._links[link].sender.request()
+        job = Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), wire, ticket)
         if job.key in self._jobs:
             return  # twice
         request.keeps_blocks = True
@@ -289,39 +255,60 @@ class PrefillService:
             scheduler.max_num_batched_tokens = max(LEAST_CHUNK_TOKENS, scheduler.max_num_batched_tokens // 2)
             log.warning("prefill chunks are %d tokens from now on", scheduler.max_num_batched_tokens)
 
-    def _publish(self, job: _Job) -> None:
-        """Send the rows that are finished and wanted by now; behind the last ones the End."""
+    def _publish(self) -> None:
+        """Send what is finished and wanted by now, one message of each job at a time."""
+        waiting = sorted((job for job in self._jobs.values() if not job.has_ended), key=lambda job: job.progress_s)
+        while waiting:
+            waiting = [job for job in waiting if self._publish_some(job)]
+
+    def _publish_some(self, job: Job) -> bool:
+        """The next rows, behind the last ones the End; False if there are none, or the link has enough."""
         block_size = self.engine.scheduler.block_size
         done = min(job.request.num_computed_tokens, job.stop)
-        ready = done if done == job.stop else done // block_size * block_size
-        while not job.has_ended and job.sent < ready and job.link.unsent_bytes < MAX_UNSENT_BYTES:
-            size = max(block_size, ROWS_TOKENS // block_size * block_size) if job.ticket is None else ready
-            self._send(job, min(size, ready - job.sent))
-            if job.sent == job.stop:
-                self._end(job, None)
+        if done < job.stop:  # a drafter that is behind will still write to rows; behind the last step it does not
+            filled = self._num_filled(job.request)
+            done = (done if filled is None else min(done, filled)) // block_size * block_size
+        if job.sent >= done or job.link.unsent_bytes >= self._links[job.link].window.limit_bytes:
+            return False
+        most = done - job.sent
+        self._send(job, most if job.ticket is not None else min(self._message_tokens(job.link), most))
+        if job.sent == job.stop:
+            self._end(job, None)
+        return not job.has_ended
 
-    def _send(self, job: _Job, num_tokens: int) -> None:
+    def _message_tokens(self, link: Link) -> int:
+        """Tokens of one message: fewer on a slow link, so that others get their turn there."""
+        reader, block_size = self._links[link], self.engine.scheduler.block_size
+        window_blocks = reader.window.limit_bytes // self._cache.layout.row_bytes
+        most = ROWS_TOKENS // block_size if reader.by_reference else min(ROWS_TOKENS // block_size, window_blocks)
+        return max(1, most) * block_size
+
+    def _send(self, job: Job, num_tokens: int) -> None:
         """The next rows, as a copy, as a reference, or to where they belong."""
         block_size = self.engine.scheduler.block_size
         first, now = job.sent, time.monotonic()
         blocks = job.request.block_table[first // block_size : -(-(first + num_tokens) // block_size)].tolist()
         span = WireSpan(first, num_tokens, job.stop + 1)
         by_reference, is_placed = self._links[job.link].by_reference, job.ticket is not None
-        lease = _Lease(first + num_tokens, blocks, now + self._lease_s)
+        lease = Lease(first + num_tokens, blocks, now + self._lease_s)
         if by_reference or is_placed:
             self.engine.pool.retain(blocks)
             job.leases.append(lease)
+        payload = b"" if by_reference or is_placed else job.wire.encode(self._cache, blocks, span)
         rows = Rows(
             transfer=job.fetch.transfer,
             attempt=job.fetch.attempt,
             first_token=first,
             num_tokens=num_tokens,
             num_prompt_tokens=span.num_prompt_tokens,
+            num_draft_tokens=max(0, min((self._num_filled(job.request) or 0) - first, num_tokens)),
             blocks=tuple(blocks) if by_reference else (),
             checksum=shared_rows.checksum(self._cache.pool, blocks) if by_reference else 0,
             expires_s=lease.expires_s if by_reference else 0.0,
+            queue_s=_queued_s(job.request),
+            errors=job.wire.errors,
             is_placed=is_placed,
-            payload=b"" if by_reference or is_placed else job.encode(self._cache, blocks, span),
+            payload=payload,
         )
         if job.ticket is not None and self._writer is not None:
             self._writer.put(Write(job.link, job.ticket, rows, blocks, self._writer.mark()))
@@ -329,7 +316,11 @@ class PrefillService:
             job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
 
-    def _taken(self, job: _Job | None, stop: int) -> None:
+    def _num_filled(self, request: Request) -> int | None:
+        speculator = self.engine.speculator
+        return None if speculator is None else speculator.num_filled(request)
+
+    def _taken(self, job: Job | None, stop: int) -> None:
         if job is None:
             return
         job.progress_s = time.monotonic()
@@ -340,7 +331,7 @@ class PrefillService:
             if job.ticket is not None and job.ticket.end is not None:
                 job.link.send(job.ticket.end)
 
-    def _end(self, job: _Job, error: str | None) -> None:
+    def _end(self, job: Job, error: str | None) -> None:
         """Tell the peer; the request's own blocks are not needed any more."""
         end = End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error)
         if job.ticket is not None and job.leases:
@@ -348,18 +339,17 @@ class PrefillService:
         else:
             job.link.send(end)
         job.has_ended = True
-        self.engine.abort([job.request])
-        self.engine.scheduler.release(job.request)
+        self.engine.let_go(job.request)
         if not job.leases:
             del self._jobs[job.key]
 
-    def _give_up(self, job: _Job, reason: str) -> None:
+    def _give_up(self, job: Job, reason: str) -> None:
         log.warning("%s of %s: %s", job.request.request_id, job.link.peer, reason)
         if not job.has_ended:
             self._end(job, reason)
         self._forget(job)
 
-    def _forget(self, job: _Job | None) -> None:
+    def _forget(self, job: Job | None) -> None:
         """Leave nothing of a job; its peer knows, or is gone. What is being placed is waited for."""
         if job is not None and job.ticket is not None:
             job.ticket.is_wanted = False
@@ -369,8 +359,7 @@ class PrefillService:
         if job is None or self._jobs.pop(job.key, None) is None:
             return
         if not job.has_ended:
-            self.engine.abort([job.request])
-            self.engine.scheduler.release(job.request)
+            self.engine.let_go(job.request)
         for lease in job.leases:
             self.engine.pool.release(lease.blocks)
         job.leases.clear()
@@ -387,7 +376,8 @@ class PrefillService:
         for job in list(self._jobs.values()):
             if job.ticket is not None:
                 continue  # its writer takes them
-            is_stuck = job.request.is_finished and now > job.progress_s + self._lease_s + GRACE_S
+            moved_s = max(job.progress_s, self._links[job.link].window.moved_s)
+            is_stuck = job.request.is_finished and now > moved_s + self._lease_s + GRACE_S
             if is_stuck or (job.leases and now > job.leases[0].expires_s + GRACE_S):
                 self._num_expired += 1
                 self._give_up(job, f"lease expired: rows were not taken for {self._lease_s:g} s")
@@ -395,20 +385,27 @@ class PrefillService:
             self._next_state_s = now + STATE_INTERVAL_S
             self._state = self._current_state()
             for link, reader in self._links.items():
+                reader.window.look(link.traffic, now)
                 link.send(replace(self._state, num_fallbacks=reader.sender.num_fallbacks))
                 self._refresh(link, reader)
 
-    def _refresh(self, link: Link, reader: _Reader) -> None:
+    def _refresh(self, link: Link, reader: Reader) -> None:
         """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
         if not self.engine.has_work and reader.sender.refresh(lambda table: link.send(Table(payload=table))):
             log.info("KV rows for decode worker %s have a new table", link.peer)
 
     def _current_state(self) -> State:
         requests = [job.request for job in self._jobs.values() if not job.request.is_finished]
-        begun = [r.first_scheduled_s - r.arrival_s for r in requests if r.first_scheduled_s is not None]
+        pool = self.engine.pool
         return State(
             backlog_tokens=sum(request.num_tokens - request.num_computed_tokens for request in requests),
             num_requests=len(requests),
-            queue_s=max(begun, default=0.0),
+            queue_s=max(map(_queued_s, requests), default=0.0),
+            kv_usage=1 - pool.num_free / pool.num_blocks,
             num_expired=self._num_expired,
         )
+
+
+def _queued_s(request: Request) -> float:
+    """Seconds from its arrival to its first step; 0 before that."""
+    return 0.0 if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s

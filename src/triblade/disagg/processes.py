@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from triblade.config.environment import worker_environment
 from triblade.disagg.sockets import bound, name_of
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,13 @@ class WorkerProcess:
 
     Attributes:
         options: of `triblade worker`.
+        devices: that it sees, its own first; empty: all.
     """
 
     def __init__(self, role: str, number: int, *, by_path: bool) -> None:
         self.role, self.name = role, f"{role}-{number}"
         self.options: Sequence[str] = ()
+        self.devices: Sequence[int] = ()
         self._folder = tempfile.mkdtemp(prefix="triblade-") if by_path else None
         self._listener: socket.socket = bound(str(Path(self._folder, self.name)) if self._folder else "127.0.0.1:0")
         self.address = name_of(self._listener)
@@ -70,7 +73,13 @@ class WorkerProcess:
         command = [sys.executable, "-m", "triblade", "worker", *self.options]
         log.debug("starting %s: %s", self.name, " ".join(command))
         inherited = (self._listener.fileno(), self.pipe)
-        self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=worker_environment(self.devices),
+        )
         log.info("%s worker %s: process %d", self.role, self.name, self._process.pid)
 
     def end(self) -> None:

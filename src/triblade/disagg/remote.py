@@ -23,8 +23,9 @@ from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
 from triblade.disagg.codecs import Receiver
 from triblade.disagg.cuda_ipc import RowMemory
-from triblade.disagg.fetcher import Arrival, Fetcher, KVConnector, Settled
+from triblade.disagg.fetcher import Fetcher
 from triblade.disagg.identity import check_canary, described, layout_from, why_not
+from triblade.disagg.kv_connector import Arrival, KVConnector, Settled
 from triblade.disagg.links import Connector, Link
 from triblade.disagg.placed_rows import placed_rows, row_memory_of
 from triblade.disagg.wire import End, Fetch, Hello, Rows, Table, Taken, token_payload
@@ -34,6 +35,7 @@ from triblade.engine.transfers import TransferCounts
 from triblade.errors import WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.wire import WireSpan
+from triblade.spec.drafter import ReceivedRows
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class _Transfer:
     received: int  # tokens whose rows are there
     stop: int  # tokens whose rows are wanted
     begin_s: float
+    wire_bytes: int = 0
+    queue_s: float = 0.0
+    errors: tuple[float, ...] = ()
     error: str | None = None  # it is over, but its blocks may be being written
 
 
@@ -58,11 +63,13 @@ class RowTerms:
     Attributes:
         sources: pools of peers whose rows are read where they are.
         placed: how peers write into this pool themselves, if they may.
+        same_drafter: links of peers whose drafter, if any, is that of this side.
     """
 
     def __init__(self, cache: KVCache, codec: str, *, by_reference: bool, memory: RowMemory | None = None) -> None:
         self.placed = placed_rows(cache, codec, memory)
         self.sources: weakref.WeakKeyDictionary[Link, Tensor] = weakref.WeakKeyDictionary()
+        self.same_drafter: weakref.WeakSet[Link] = weakref.WeakSet()
         self._receivers: weakref.WeakKeyDictionary[Link, Receiver] = weakref.WeakKeyDictionary()
         self._cache, self._codec = cache, codec
         self._by_reference = by_reference and codec == "raw" and cache.pool.device.type == "cpu"
@@ -81,10 +88,13 @@ class RowTerms:
     def check(self, link: Link, hello: Hello) -> None:
         """See `fetcher.Terms`."""
         layout = self._cache.layout
-        difference = why_not(layout_from(hello.layout), layout, hello.codec, self._codec)
+        theirs = layout_from(hello.layout)
+        difference = why_not(theirs, layout, hello.codec, self._codec)
         if difference is not None:
             raise WireError(f"prefill and decode worker differ in {difference}", hint="start both with equal options")
         check_canary(self._cache, self.receiver(link).any, hello.payload)
+        if theirs.draft == layout.draft:
+            self.same_drafter.add(link)
         if hello.places:
             if self.placed is None:
                 raise WireError("the prefill worker places its rows, and was not told where")
@@ -122,7 +132,7 @@ class RemotePrefill:
     def __init__(self, engine: Engine, config: TransferConfig, terms: RowTerms, again: Callable[[], None]) -> None:
         self.connector: KVConnector | None = None
         self.counts = TransferCounts()
-        self._scheduler = engine.scheduler
+        self._engine, self._scheduler = engine, engine.scheduler
         self._cache = engine.runner.executor.cache
         self._config, self._terms, self._again = config, terms, again
         self._numbers = itertools.count()
@@ -151,6 +161,7 @@ class RemotePrefill:
         self._transfers[number] = _Transfer(request, first, request.num_tokens - 1, time.perf_counter())
         self._by_request[request] = number
         self.counts.num_fetches += 1
+        self._tell_drafter(request, ReceivedRows(first, first, request.num_tokens - 1))
         self._hold(number, request)
         self.connector.fetch(
             Fetch(
@@ -259,10 +270,19 @@ class RemotePrefill:
             span = WireSpan(rows.first_token, rows.num_tokens, transfer.stop + 1)
             assert link is not None, "rows came without a link"
             self._terms.receiver(link).any.decode(self._cache, blocks, span, rows.payload)
-        transfer.received = rows.stop
+        count = min(rows.num_draft_tokens, rows.num_tokens) if link in self._terms.same_drafter else 0
+        self._tell_drafter(transfer.request, ReceivedRows(rows.first_token, rows.first_token + count, rows.stop))
+        transfer.received, transfer.queue_s, transfer.errors = rows.stop, rows.queue_s, rows.errors
+        row_bytes = len(blocks) * self._cache.layout.row_bytes
+        wire_bytes = len(rows.payload) or row_bytes
+        transfer.wire_bytes += wire_bytes
         self.counts.num_tokens += rows.num_tokens
-        self.counts.row_bytes += len(blocks) * self._cache.layout.row_bytes
-        self.counts.wire_bytes += len(rows.payload) or len(blocks) * self._cache.layout.row_bytes
+        self.counts.row_bytes += row_bytes
+        self.counts.wire_bytes += wire_bytes
+
+    def _tell_drafter(self, request: Request, rows: ReceivedRows) -> None:
+        if (speculator := self._engine.speculator) is not None:
+            speculator.received(request, rows)
 
     def _copy(self, blocks: list[int], rows: Rows, link: Link | None) -> None:
         """Rows by reference. They are checked where they are now, so it does not matter when the sender took them back."""
@@ -287,14 +307,21 @@ class RemotePrefill:
         transfer = self._transfers.pop(number)
         del self._by_request[transfer.request]
         if transfer.received == transfer.stop:
-            self.counts.num_complete += 1
-            self.counts.fetch_s += time.perf_counter() - transfer.begin_s
+            self._note_complete(transfer)
         else:
             self.counts.num_failed += 1
             missing = transfer.stop - transfer.received
             log.warning("%s: %d tokens are computed here: %s", transfer.request.request_id, missing, error)
         self.connector.cancel(number)
         self._scheduler.arrived(transfer.request, transfer.received)
+
+    def _note_complete(self, transfer: _Transfer) -> None:
+        self.counts.num_complete += 1
+        self.counts.observe("seconds", time.perf_counter() - transfer.begin_s)
+        self.counts.observe("size_bytes", transfer.wire_bytes)
+        self.counts.observe("queue_s", transfer.queue_s)
+        for name, error in zip(("key_error", "value_error"), transfer.errors, strict=False):  # none without loss
+            self.counts.observe(name, error)
 
 
 def connect_prefill(

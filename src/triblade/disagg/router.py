@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from triblade.disagg.remote_client import RemoteClient
@@ -27,7 +27,6 @@ from triblade.engine.outputs import RequestOutput
 from triblade.engine.transfers import TransferCounts
 from triblade.errors import WorkerLostError
 from triblade.sampling_params import SamplingParams
-from triblade.spec.record import SpeculationCounts
 
 if TYPE_CHECKING:
     from triblade.models.loader import OpenModel
@@ -60,6 +59,8 @@ class Router:
         self._model = model
         self._dials = dials
         self._workers: list[RemoteClient | None] = [None] * len(dials)
+        self._faults: list[str] = ["not dialled yet"] * len(dials)  # why a worker is not there
+        self._model_hash = model.checkpoint.fingerprint()
         self._on_close = close
         self._affinity: OrderedDict[bytes, int] = OrderedDict()
         self._admission: Admission | None = None  # of the smallest worker, as last seen
@@ -85,7 +86,23 @@ class Router:
     @property
     def ready(self) -> list[RemoteClient]:
         """Workers that take requests."""
-        return [worker for worker in self._workers if worker is not None and _is_ready(worker)]
+        return [worker for worker in self._workers if worker is not None and self._is_ready(worker)]
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """Numbers of the workers that take no requests, and why."""
+        return {
+            number: self._why_not(worker, fault)
+            for number, (worker, fault) in enumerate(zip(self._workers, self._faults, strict=True))
+            if worker is None or not self._is_ready(worker)
+        }
+
+    @property
+    def strangers(self) -> list[int]:
+        """Numbers of the workers that serve another model, and never will take a request."""
+        return [
+            number for number, worker in enumerate(self._workers) if worker is not None and self._is_strange(worker)
+        ]
 
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """See `ServedEngine`."""
@@ -127,6 +144,10 @@ class Router:
         total = summed(EngineLoad, [replace(load, transfers=None) for load in loads])
         transfers = [load.transfers for load in loads if load.transfers is not None]
         return replace(total, transfers=_summed_transfers(transfers)) if transfers else total
+
+    def loads(self, numbers: Sequence[int]) -> list[EngineLoad]:
+        """Of single workers, as far as they are there."""
+        return [worker.load() for number in numbers if (worker := self._workers[number]) is not None]
 
     def close(self) -> None:
         """Leave the workers."""
@@ -187,18 +208,29 @@ class Router:
         while not self._closed.wait(TEND_INTERVAL_S):
             for number, worker in enumerate(self._workers):
                 if worker is None or not worker.is_alive:
-                    self._workers[number] = _dialled(self._dials[number])
+                    self._dial(number)
 
+    def _dial(self, number: int) -> None:
+        try:
+            self._workers[number] = self._dials[number]()
+        except OSError as error:
+            self._workers[number], self._faults[number] = None, error.strerror or str(error)
 
-def _dialled(dial: Callable[[], RemoteClient]) -> RemoteClient | None:
-    try:
-        return dial()
-    except OSError:
-        return None
+    def _is_ready(self, worker: RemoteClient) -> bool:
+        has_begun = worker.is_alive and worker.welcome is not None
+        return has_begun and not worker.is_draining and not self._is_strange(worker)
 
+    def _is_strange(self, worker: RemoteClient) -> bool:
+        return worker.welcome is not None and worker.welcome.model_hash != self._model_hash
 
-def _is_ready(worker: RemoteClient) -> bool:
-    return worker.is_alive and worker.welcome is not None and not worker.is_draining
+    def _why_not(self, worker: RemoteClient | None, fault: str) -> str:
+        if worker is None:
+            return fault
+        if worker.welcome is None:
+            return "it says nothing: it loads its model, or is no decode worker"
+        if self._is_strange(worker):
+            return f"it serves another checkpoint: {worker.welcome.model}"
+        return "it is ending"
 
 
 def _least(welcomes: list[Welcome], name: str) -> int:
@@ -226,8 +258,8 @@ def summed(kind: type[_Counts], parts: Sequence[_Counts]) -> _Counts:
 def _sum(found: list[Any]) -> Any:
     if not found or found[0] is None:
         return None
-    if isinstance(found[0], SpeculationCounts):
-        return summed(SpeculationCounts, found)
+    if is_dataclass(found[0]):
+        return summed(type(found[0]), found)
     if isinstance(found[0], list):
         length = max(map(len, found))
         return [sum(part[at] for part in found if at < len(part)) for at in range(length)]
@@ -240,5 +272,6 @@ def _summed_transfers(parts: list[TransferCounts]) -> TransferCounts:
     total.prefill_queue_s = max(part.prefill_queue_s for part in parts)
     total.prefill_backlog_tokens = max(part.prefill_backlog_tokens for part in parts)
     total.num_prefill_workers = max(part.num_prefill_workers for part in parts)
+    total.prefill_kv_usage = max(part.prefill_kv_usage for part in parts)
     total.num_expired_leases = max(part.num_expired_leases for part in parts)
     return total

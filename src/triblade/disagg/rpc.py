@@ -26,6 +26,7 @@ class Welcome(Message):
     """The worker's first message, as soon as it can serve."""
 
     model: str
+    model_hash: str  # fingerprint of its checkpoint
     vocab_size: int
     context_length: int
     kv_tokens: int

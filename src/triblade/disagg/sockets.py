@@ -13,12 +13,13 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triblade.disagg.frames import PREFIX_BYTES, Message, Vocabulary
-from triblade.disagg.links import Link, Listener, Receiver
+from triblade.disagg.links import Link, Listener, Receiver, Traffic
 from triblade.disagg.wire import WORKER_PROTOCOL
 from triblade.errors import ConfigError, WireError
 
@@ -35,6 +36,7 @@ SEND_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 5.0
 BACKLOG = 64
 SOCKET_BUFFER_BYTES = 4 << 20
+PIECE_BYTES = 1 << 16  # of a payload: what is counted as sent at once
 
 
 class SocketLink:
@@ -42,6 +44,7 @@ class SocketLink:
 
     def __init__(self, sock: socket.socket, peer: str, vocabulary: Vocabulary = WORKER_PROTOCOL) -> None:
         self.peer = peer
+        self.traffic = Traffic()
         self.file: int | None = None
         self._socket = sock
         self._vocabulary = vocabulary
@@ -50,7 +53,7 @@ class SocketLink:
         self._unsent = 0
         self._receiver: Receiver | None = None
         self._closed = False
-        # No daemons: what they hold last may be a tensor over shared memory, which must not be freed while the interpreter ends.
+        # No daemons: a thread that is in torch's code when the interpreter ends, if only to free a tensor, aborts the process.
         self._threads = [
             threading.Thread(target=work, name=f"triblade-link{work.__name__}") for work in (self._read, self._write)
         ]
@@ -97,12 +100,15 @@ class SocketLink:
             pass
         except (OSError, WireError) as error:
             reason = str(error)
+        except Exception as error:  # of the receiver: a link that nobody reads any more would look alive
+            log.exception("a message from %s could not be handled", self.peer)
+            reason = f"internal error: {type(error).__name__}"
         self._end(reason)
 
     def _deliver(self) -> None:
         prefix = self._vocabulary.prefix(self._receive_prefix())
         header = self._receive(prefix.header_bytes)
-        payload = self._receive(prefix.payload_bytes) if prefix.payload_bytes else memoryview(b"")
+        payload = self._receive_payload(prefix.payload_bytes)
         message = self._vocabulary.decode(prefix, bytes(header), payload)
         assert self._receiver is not None
         self._receiver.received(self, message)
@@ -124,11 +130,25 @@ class SocketLink:
         data = memoryview(bytearray(size))
         at = 0
         while at < size:
-            count = self._socket.recv_into(data[at:])
-            if count == 0:
-                raise EOFError
-            at += count
+            at += self._receive_some(data[at:])
         return data
+
+    def _receive_payload(self, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        at, last_s = 0, time.monotonic()
+        while at < size:
+            count = self._receive_some(data[at:])
+            now_s = time.monotonic()
+            at, last_s, taken_s = at + count, now_s, now_s - last_s
+            self.traffic.received_bytes += count
+            self.traffic.receiving_s += taken_s
+        return data
+
+    def _receive_some(self, data: memoryview) -> int:
+        count = self._socket.recv_into(data)
+        if count == 0:
+            raise EOFError
+        return count
 
     def _write(self) -> None:
         while (item := self._outbox.get()) is not None:
@@ -138,10 +158,7 @@ class SocketLink:
             except OSError as error:
                 self._end(str(error))
                 return
-            with self._lock:
-                self._unsent -= len(message.payload)
-                is_drained = self._unsent == 0 and len(message.payload) > 0
-            if is_drained and self._receiver is not None:
+            if message.payload and self._unsent == 0 and self._receiver is not None:
                 self._receiver.writable(self)
         self._end("closed")
 
@@ -151,8 +168,13 @@ class SocketLink:
             sent = socket.send_fds(self._socket, [head], [file])
             head = head[sent:]
         self._socket.sendall(head)
-        if payload:
-            self._socket.sendall(payload)
+        for start in range(0, len(payload), PIECE_BYTES):
+            piece, start_s = memoryview(payload)[start : start + PIECE_BYTES], time.monotonic()
+            self._socket.sendall(piece)
+            with self._lock:
+                self._unsent -= len(piece)
+            self.traffic.sending_s += time.monotonic() - start_s
+            self.traffic.sent_bytes += len(piece)
 
     def _end(self, reason: str) -> None:
         with self._lock:

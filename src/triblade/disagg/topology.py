@@ -92,9 +92,13 @@ class Choice:
             if link.is_bad
         )
 
+    @property
+    def summary(self) -> str:
+        """Without the warnings."""
+        return f"prefill on {_indices(self.prefill)}, decode on {_indices(self.decode)}: {self.worst.words} or better"
+
     def __str__(self) -> str:
-        roles = f"prefill on {_indices(self.prefill)}, decode on {_indices(self.decode)}: {self.worst.words} or better"
-        return "\n".join((roles, *(f"warning: {text}" for text in self.warnings)))
+        return "\n".join((self.summary, *(f"warning: {text}" for text in self.warnings)))
 
 
 class Topology:
@@ -107,6 +111,7 @@ class Topology:
 
     def __init__(self, devices: Sequence[Device], are_linked: Callable[[int, int], bool]) -> None:
         self.devices = tuple(devices)
+        self.are_linked = are_linked
         self._links = {
             (a.index, b.index): Link.NVLINK if are_linked(a.index, b.index) else by_tree(a, b)
             for a, b in combinations(self.devices, 2)

@@ -94,10 +94,15 @@ class Rows(Message):
     first_token: int
     num_tokens: int
     num_prompt_tokens: int  # of the whole request, the last token included
+    num_draft_tokens: int = 0  # of these tokens, leading ones whose rows have the drafter's part
     blocks: tuple[int, ...] = ()  # by reference: ids in P's pool, and no payload
     checksum: int = 0  # of rows by reference: CRC-32; of placed ones their sum
     expires_s: float = 0.0  # of rows by reference: until when they stand, on the host's monotonic clock
     is_placed: bool = False  # they lie in D's pool already, and no payload
+    queue_s: float = 0.0  # that the request had waited at P to be computed
+    errors: tuple[
+        float, ...
+    ] = ()  # of sampled rows of the request so far: squared, as a share of its keys and of its values
 
     @property
     def stop(self) -> int:
@@ -129,6 +134,7 @@ class State(Message):
     backlog_tokens: int  # to compute, of all requests
     num_requests: int = 0
     queue_s: float = 0.0  # that the request begun last had waited
+    kv_usage: float = 0.0  # used share of its blocks, 0 to 1
     num_expired: int = 0  # leases, since the start
     num_fallbacks: int = 0  # requests that the codec would have harmed, to this peer
 

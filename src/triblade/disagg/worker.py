@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,12 +27,12 @@ from triblade.disagg.prefill import LEAST_CHUNK_TOKENS, PrefillService
 from triblade.disagg.remote import RemotePrefill, connect_prefill
 from triblade.disagg.rpc import CLIENT_PROTOCOL, Welcome
 from triblade.disagg.shared_rows import SharedPool
-from triblade.disagg.sockets import listening
+from triblade.disagg.sockets import is_path, listening
 from triblade.engine.build import MakePool, build_engine
 from triblade.engine.client import EngineLoad
 from triblade.engine.engine import Engine
 from triblade.engine.local import LocalClient
-from triblade.errors import EngineDeadError, MemoryBudgetError
+from triblade.errors import ConfigError, EngineDeadError, MemoryBudgetError
 from triblade.registry import CONNECTORS
 
 log = logging.getLogger(__name__)
@@ -48,16 +47,28 @@ def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferCon
     Raises:
         TribladeError: whatever loading the model raises, an address that cannot be listened on, or an engine that died.
     """
+    check_addresses(transfer, (worker.address,) if worker.role == "prefill" else worker.prefill_address)
     follow_parent(worker.parent_pipe)
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
         engine = replace(engine, threads=min(engine.threads or len(worker.cores), len(worker.cores)))
     serve = _serve_prefill if worker.role == "prefill" else _serve_decode
     asyncio.run(serve(engine, worker, transfer))
-    # Engine and transfers know each other. Tensors over memory of Python's must not be left for when the interpreter ends.
-    gc.collect()
     log.info("%s worker stopped", worker.role)
     return 0
+
+
+def check_addresses(transfer: TransferConfig, addresses: Iterable[str]) -> None:
+    """Whether the connector can be used at addresses of prefill workers.
+
+    Raises:
+        ConfigError: shared memory, and an address that may be another host's.
+    """
+    for address in addresses:
+        if transfer.connector == "shm" and not (is_path(address) or address.startswith("fd:")):
+            raise ConfigError(
+                f"connector shm needs paths of sockets on this host, got: {address}", hint="add --connector tcp"
+            )
 
 
 def follow_parent(pipe: int | None) -> None:
@@ -136,6 +147,8 @@ class Prefillers:
             num_prefill_workers=len(states),
             prefill_backlog_tokens=sum(state.backlog_tokens for state in states),
             prefill_queue_s=max((state.queue_s for state in states), default=0.0),
+            prefill_kv_usage=max((state.kv_usage for state in states), default=0.0),
+            num_slow=self._fetcher.num_slow,
             num_expired_leases=sum(state.num_expired for state in states),
             num_fallbacks=sum(state.num_fallbacks for state in states),
         )
@@ -152,6 +165,7 @@ def welcome(engine: Engine) -> Welcome:
     limits = engine.admission
     return Welcome(
         model=engine.model.name,
+        model_hash=engine.model.checkpoint.fingerprint(),
         vocab_size=limits.vocab_size,
         context_length=limits.context_length,
         kv_tokens=limits.kv_tokens,

@@ -20,7 +20,7 @@ from triblade.models.config import ModelConfig
 
 HALVES = (torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = (8, 0)
-FLASH_BLOCK = 256  # flash-attn reads blocks of multiples of this; others are gathered for it
+FLASH_BLOCK = 256  # flash-attn 2 reads blocks of multiples of this; others are gathered for it
 FLASH_MAX_DIM = 256
 FLASHINFER_DIMS = (64, 128, 256)
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
@@ -47,16 +47,27 @@ def _left(window: int | None) -> int:
     return -1 if window is None else window - 1
 
 
+def flash_attn_4(
+    q: Tensor, keys: Tensor, values: Tensor, *, cache_seqlens: Tensor, block_table: Tensor | None, **scoring: Any
+) -> Tensor:
+    """flash-attn 4, called as version 2 is: q [S, Q, H, D] over blocks or, without a table, keys of each sequence."""
+    function: Any = import_module("flash_attn.cute").flash_attn_varlen_func
+    out: Tensor = function(q, keys, values, seqused_k=cache_seqlens, page_table=block_table, **scoring)[0]
+    return out
+
+
 class FlashAttention:
-    """flash-attn 2: `flash_attn_with_kvcache`, group by group."""
+    """flash-attn, group by group: version 2, or 4, which has another function and reads any block."""
 
     is_package = True
 
     def __init__(self, cache: KVCache, config: ModelConfig) -> None:
-        self._call: Any = import_module("flash_attn").flash_attn_with_kvcache
+        version_2: Any = getattr(import_module("flash_attn"), "flash_attn_with_kvcache", None)
+        self._call: Any = version_2 or flash_attn_4
         self._cache = cache
         self._config = config
-        self._is_paged = cache.layout.block_size % FLASH_BLOCK == 0 and cache.stores_vectors
+        fits = version_2 is None or cache.layout.block_size % FLASH_BLOCK == 0
+        self._is_paged = fits and cache.stores_vectors
         self._groups: Sequence[AttentionGroup] = ()
         self._lengths: list[Tensor] = []  # [S] int32 each
 
@@ -135,8 +146,8 @@ class FlashInfer:
                 blocks.append(blocks[-1] + count)
                 pages.append(table[:count])
                 last.append(end % layout.block_size + 1)
-        device = self._cache.pool.device
-        lists = [torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (queries, blocks, last)]
+        # On the host, where the plan is made; it sends them.
+        lists = [torch.tensor(numbers, dtype=torch.int32) for numbers in (queries, blocks, last)]
         for window, plan in self._plans.items():
             plan.plan(
                 lists[0],

@@ -23,6 +23,8 @@ from triblade.engine.cuda import CudaExecutor, scratch_bytes, why_not_cuda
 from triblade.engine.drafters import DrafterPlan, Kernels, TargetParts, plan_drafter
 from triblade.engine.engine import Engine
 from triblade.engine.executor import StepExecutor, TorchExecutor
+from triblade.engine.linear_choice import OWN as OWN_PRODUCTS
+from triblade.engine.linear_choice import choose_products
 from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import NativeOptions, make_team, why_not_native
@@ -129,7 +131,10 @@ def _weight_bytes(config: EngineConfig, model: OpenModel, kernels: Kernels) -> i
     if kernels == "reference":
         return model.weight_bytes
     count = packed_bytes if kernels == "native" else device_bytes
-    return count(model.checkpoint, model.config, model.dtype, config.quantization)
+    copies = (
+        2 if kernels == "cuda" and config.linear_backend != OWN_PRODUCTS else 1
+    )  # at most: dense ones are not copied
+    return copies * count(model.checkpoint, model.config, model.dtype, config.quantization)
 
 
 def _log_plan(plan: MemoryPlan, wanted_context: int) -> None:
@@ -148,9 +153,11 @@ def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCac
         executor = native_executor(config, model, cache, context_length, team)
     elif kernels == "cuda":
         executor = cuda_executor(config, model, cache, context_length, attention)
-        executor.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     else:
         executor = torch_executor(config, model, cache, context_length, attention)
+    choose_products(config.linear_backend, executor)
+    if isinstance(executor, CudaExecutor):
+        executor.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
     return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
 
 
@@ -286,6 +293,7 @@ def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: La
         arrangement="tiles" if is_native else "tokens",
         draft=draft,
         model_hash=model.checkpoint.fingerprint(),
+        weights=f"{config.quantization or 'as stored'}, {str(model.dtype).removeprefix('torch.')}",
     )
 
 

@@ -33,6 +33,7 @@ from triblade.models.decoder import DecoderWeights
 from triblade.ops.cuda import attention, packing, vectors
 from triblade.ops.cuda.attention import Sequences
 from triblade.ops.cuda.device import Device
+from triblade.ops.cuda.humming import HummingProducts
 from triblade.ops.cuda.linear import Activations
 from triblade.ops.cuda.packing import DeviceMatrix
 
@@ -188,6 +189,24 @@ class CudaExecutor:
         """Attend so from now on, not by the kernels; steps are launched then, since nobody else's can be relied on in a graph."""
         self._decoder.other_attention = attention
         self._records = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._decoder.dtype
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Of the device that holds the weights; None: main memory (tests)."""
+        return torch.cuda.get_device_capability(self._memory) if self._memory.type == "cuda" else None
+
+    def matrices(self) -> list[DeviceMatrix]:
+        """All that steps multiply with."""
+        return self._decoder.matrices()
+
+    def multiply_by(self, products: HummingProducts) -> None:
+        """Multiply so where that is faster; steps that were recorded before stay as they are."""
+        self._decoder.multiply_by(products)
 
     def expect_draws(self, draws: Sequence[Draw] | None) -> None:
         """See `DrawsTokens`."""

@@ -21,6 +21,7 @@ from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.models.rope import rope_table
 from triblade.ops.cuda.attention import AttentionKernels, Chunks, PagedLayer, Rotation, Scoring, Sequences
 from triblade.ops.cuda.device import Device
+from triblade.ops.cuda.humming import HummingProducts
 from triblade.ops.cuda.linear import ROWS, Activations, LinearKernels
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.cuda.vectors import VectorKernels
@@ -151,6 +152,10 @@ class CudaDecoder:
     def part_of(self, buffers: Buffers, tokens: int) -> Buffers:
         """The same memory for a smaller step."""
         return buffers.first(tokens, self._linear.layout(tokens), self._linear.head_layout(tokens))
+
+    def multiply_by(self, products: HummingProducts) -> None:
+        """See `LinearKernels.multiply_by`."""
+        self._linear.multiply_by(products)
 
     def reserve(self, num_sequences: int, queries: int) -> None:
         """Scratch for recorded steps of up to this size."""

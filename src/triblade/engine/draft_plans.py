@@ -46,7 +46,7 @@ class ModelDraftPlan:
     @property
     def layers(self) -> LayerGroup:
         """See `DrafterPlan`."""
-        return kv_layers(self.draft.config)
+        return kv_layers(self.draft.config, self.draft.checkpoint.fingerprint())
 
     @property
     def weight_bytes(self) -> int:

@@ -56,9 +56,14 @@ class DrafterPlan(Protocol):
         ...
 
 
-def kv_layers(model: ModelConfig) -> LayerGroup:
-    """The KV layers of a drafter that is a decoder of this shape."""
-    return LayerGroup(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+def kv_layers(model: ModelConfig, fingerprint: str) -> LayerGroup:
+    """The KV layers of a drafter that is a decoder of this shape with the weights of that fingerprint."""
+    return LayerGroup(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        model_hash=fingerprint,
+    )
 
 
 def plan_drafter(config: EngineConfig, model: OpenModel, *, kernels: Kernels) -> DrafterPlan | None:

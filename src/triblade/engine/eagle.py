@@ -204,7 +204,7 @@ class EaglePlan:
     @property
     def layers(self) -> LayerGroup:
         """See `DrafterPlan`."""
-        return kv_layers(self.checkpoint.config)
+        return kv_layers(self.checkpoint.config, self.checkpoint.digest)
 
     @property
     def weight_bytes(self) -> int:

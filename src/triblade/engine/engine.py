@@ -154,6 +154,13 @@ class Engine:
         """End requests wherever they are; those that ended already give no output."""
         return [(r, self._finish(r, FinishReason.ABORT)) for r in requests if not r.is_finished]
 
+    def let_go(self, request: Request) -> None:
+        """Take the blocks of a request that keeps them, which ends where it has not ended yet."""
+        self.abort([request])
+        self.scheduler.release(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
+
     def fail(self, reason: str) -> list[tuple[Request, RequestOutput]]:
         """End every running request after a fault, so that waiting ones get their chance."""
         return [(r, self._finish(r, FinishReason.ERROR, reason)) for r in self.scheduler.running[:]]
@@ -267,7 +274,7 @@ class Engine:
         output.finish_reason = request.finish_reason = reason
         output.speculation = request.speculation
         self._prompt_logprobs.pop(request, None)
-        if self.speculator is not None:
+        if self.speculator is not None and not request.keeps_blocks:
             self.speculator.forget(request)
         self.scheduler.finish(request)
 

@@ -10,9 +10,11 @@ generate yields. If the caller stops listening, an abort goes through the same i
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,11 +72,17 @@ class LocalClient(EngineClient):
         self._dead: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="triblade-engine", daemon=True)
         self._thread.start()
+        # Also when the process ends: one whose threads are in torch or in native code by then is aborted.
+        self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @classmethod
     def start(cls, config: EngineConfig) -> LocalClient:
         """Load the model (seconds) and start the engine's thread. Call it in a worker thread from asynchronous code."""
-        return cls(build_engine(config))
+        engine = build_engine(config)
+        # What loading made stays; the collector would look through all of it now and then, for 100 ms in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        return cls(engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -156,8 +164,8 @@ class LocalClient(EngineClient):
 
     def close(self) -> None:
         """End the thread after the current step; open streams end with an error."""
-        self._inbox.put(None)
-        self._thread.join()
+        self._closing()
+        gc.unfreeze()  # the engine may go now
 
     def _run(self) -> None:
         """The engine's thread."""
@@ -213,6 +221,12 @@ class LocalClient(EngineClient):
         for stream in dict.fromkeys(self._streams.values()):
             _wake(stream.loop, [(stream, reason)])
         self._streams.clear()
+
+
+def end_thread(inbox: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """Tell a thread by its inbox to end, and wait until it has."""
+    inbox.put(None)
+    thread.join()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, news: Sequence[tuple[_Stream, RequestOutput | EngineDeadError]]) -> None:

@@ -59,7 +59,7 @@ class Request:
     num_cached_tokens: int = 0  # scheduler; prompt tokens found in the prefix cache when first scheduled
     num_preemptions: int = 0  # scheduler
     num_fetches: int = 0  # scheduler; times that its rows were asked for elsewhere
-    keeps_blocks: bool = False  # its blocks outlive it, until `Scheduler.release`
+    keeps_blocks: bool = False  # its blocks outlive it, until `Engine.let_go`
     # scheduler; ids of its blocks in order, int32 because native code reads them as they are
     block_table: array[int] = field(default_factory=lambda: array("i"))
     published: list[CachedBlock] = field(default_factory=list)  # scheduler; one per leading full block

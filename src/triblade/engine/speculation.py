@@ -21,7 +21,7 @@ from triblade.engine.request import Request
 from triblade.engine.runner import StepResult
 from triblade.engine.scheduler import Scheduler
 from triblade.spec.constraint import allowed_length
-from triblade.spec.drafter import Draft, Drafter, DraftItem
+from triblade.spec.drafter import Draft, Drafter, DraftItem, FillsRows, ReceivedRows
 from triblade.spec.policy import (
     AdaptivePolicy,
     Candidate,
@@ -125,13 +125,25 @@ class Speculator:
             self._noted.append((request.speculation, verified))
 
     def after_step(self, results: Sequence[StepResult], seconds: float) -> None:
-        """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are."""
+        """A step took `seconds`: learn from it, and draft for its requests that go on; others' drafts stay as they are.
+
+        A prompt that was computed for others has ended, but its rows are still to be filled.
+        """
         self._is_asleep = self._sleeps(results)
         if self._is_asleep:
             self._noted, self._draft_s = [], None
             return
         self._learn(sum(result.item.num_tokens for result in results), seconds)
-        self._propose([result for result in results if not result.request.is_finished])
+        self._propose([r for r in results if not r.request.is_finished or r.request.keeps_blocks])
+
+    def num_filled(self, request: Request) -> int | None:
+        """Leading tokens of a request whose rows have the drafter's part; None: the drafter has none."""
+        return self.drafter.num_filled(request) if isinstance(self.drafter, FillsRows) else None
+
+    def received(self, request: Request, rows: ReceivedRows) -> None:
+        """Rows came from another worker into a request's blocks."""
+        if isinstance(self.drafter, FillsRows):
+            self.drafter.received(request, rows)
 
     def forget(self, request: Request) -> None:
         """A request ended."""
@@ -169,22 +181,27 @@ class Speculator:
             self._draft_s = None
             return
         items = self._items(results)
-        num_decoding = sum(result.item.samples for result in results)
-        if num_decoding:
-            naps = self._few_naps if num_decoding < FEW_REQUESTS else self._naps
-            naps.observe(wants_drafts=any(item.length for item in items))
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
         self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None
+        self._observe_rest(results, items, drafts)
         for item, draft in zip(items, drafts, strict=True):
             assert len(draft.token_ids) <= item.length, "a draft is longer than asked for"
             assert isinstance(item.request, Request)
             item.request.propose(_possible(item.request, draft), draft.weights)
             self._asked[item.request.number] = item.length
 
+    def _observe_rest(self, results: list[StepResult], items: list[DraftItem], drafts: list[Draft]) -> None:
+        """Tell the naps. Few requests wait for a drafter that is silent for long; of many, somebody would have got a draft."""
+        num_decoding = sum(map(_continues, results))
+        if num_decoding >= FEW_REQUESTS:
+            self._naps.observe(wants_drafts=any(draft.token_ids for draft in drafts))
+        elif num_decoding:
+            self._few_naps.observe(wants_drafts=any(item.length for item in items))
+
     def _items(self, results: list[StepResult]) -> list[DraftItem]:
         """Lengths as the policy wants them, as far as budget and blocks go; 0 within a prompt."""
-        decoding = [result.request for result in results if result.item.samples]
+        decoding = [result.request for result in results if _continues(result)]
         candidates = [
             Candidate(r.number, r.num_prompt_tokens, r.max_tokens - len(r.output_token_ids)) for r in decoding
         ]
@@ -209,6 +226,11 @@ def _possible(request: Request, draft: Draft) -> list[int]:
     if request.constraint is None or draft.weights is not None:
         return draft.token_ids
     return draft.token_ids[: allowed_length(request.constraint, draft.token_ids)]
+
+
+def _continues(result: StepResult) -> bool:
+    """Whether a request got a token and wants more."""
+    return result.item.samples and not result.request.is_finished
 
 
 def _decodes(result: StepResult) -> bool:

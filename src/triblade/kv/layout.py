@@ -60,6 +60,12 @@ class LayerGroup:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    model_hash: str = ""  # of a drafter: what computes them
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, heads and dimensions."""
+        return self.num_layers, self.num_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,7 @@ class KVLayout:
     arrangement: Arrangement = "tokens"  # "tiles" needs whole tiles of 16 tokens in a block
     draft: LayerGroup | None = None  # of a drafter with KV of its own; its layers are counted on from the target's
     model_hash: str = ""
+    weights: str = ""  # how the model's weights are held: other roundings compute other rows
     rope: str = ""
 
     @property

@@ -111,13 +111,17 @@ class WireGate:
         self._recent = _Recent(table, self.limits)
         self.counts.refreshes += 1
 
-    def harms(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bool:
-        """Whether a sampled block of these tokens comes back too far off; it is remembered for the drift."""
+    def sampled(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> Errors | None:
+        """How far a sampled block of these tokens comes back off; it is remembered for the drift. None: all of them are exact."""
         sample = self.codec.sample(cache, blocks, span)
         if sample is None:
-            return False
+            return None
         errors = self.counts.last_error = self.codec.errors(sample)
         self._recent.add(sample, errors)
+        return errors
+
+    def is_harm(self, errors: Errors) -> bool:
+        """Whether a payload with such errors is not to be sent."""
         limit = self.limits.request * self._own_nats
         if errors.nats > limit:
             log.info(
@@ -133,10 +137,18 @@ class GatedWire:
         self._gate = gate
         self._codec: WireCodec = gate.codec
         self._unseen: int | None = None  # tokens since the last sample
+        self._samples: list[Errors] = []
 
     @property
     def name(self) -> str:
         return self._codec.name
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Mean over the samples of what was encoded with loss, of keys and of values; see `Errors`. Empty without a sample."""
+        count = len(self._samples)
+        pairs = [(errors.keys, errors.values) for errors in self._samples]
+        return tuple(sum(column) / count for column in zip(*pairs, strict=True))
 
     def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
         """See `WireCodec`."""
@@ -144,7 +156,7 @@ class GatedWire:
         counts.payloads += 1
         if self._codec is self._gate.codec:
             try:
-                if not (self._is_due(span) and self._gate.harms(cache, blocks, span)):
+                if not (self._is_due(span) and self._harms(cache, blocks, span)):
                     return self._codec.encode(cache, blocks, span)
             except NumericalError as error:  # the receiver is to see what there is
                 log.warning("%s", error.message)
@@ -152,6 +164,15 @@ class GatedWire:
             counts.fallback_requests += 1
         counts.fallback_payloads += 1
         return self._codec.encode(cache, blocks, span)
+
+    def _harms(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bool:
+        errors = self._gate.sampled(cache, blocks, span)
+        if errors is None:
+            return False
+        if self._gate.is_harm(errors):
+            return True
+        self._samples.append(errors)
+        return False
 
     def _is_due(self, span: WireSpan) -> bool:
         """Whether it is time for a sample."""

@@ -41,7 +41,7 @@ class VectorBytes:
         for layer in range(group.num_layers):
             for planes in cache.read_encoded(layer, rows):
                 own = self._converted(cache.codec, tuple(plane[tokens] for plane in planes))
-                pieces += [plane.reshape(-1).view(torch.uint8) for plane in own]
+                pieces += [_bytes_of(plane) for plane in own]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
     def write(self, cache: KVCache, group: LayerGroup, slots: Tensor, data: Tensor) -> None:
@@ -69,6 +69,14 @@ class VectorBytes:
         return receiver.encode(self._codec.decode(planes, torch.float32))
 
 
+def _bytes_of(plane: Tensor) -> Tensor:
+    """A plane as uint8 [size]; that of a single token in tiles has gaps between its heads."""
+    items = plane.reshape(-1)
+    if items.stride(0) != 1:
+        items = items.clone(memory_format=torch.contiguous_format)
+    return items.view(torch.uint8)
+
+
 def _plane_bytes(spec: PlaneSpec, group: LayerGroup, num_tokens: int) -> int:
     return num_tokens * group.num_kv_heads * (group.head_dim if spec.per_dimension else 1) * spec.item_bytes
 
@@ -91,7 +99,7 @@ class DraftBytes:
     def read(self, cache: KVCache, rows: Tensor, num_tokens: int) -> list[Tensor]:
         """Shape and vectors, as uint8 pieces."""
         group = cache.layout.draft
-        shape = (0, 0, 0) if group is None else (group.num_layers, group.num_kv_heads, group.head_dim)
+        shape = (0, 0, 0) if group is None else group.shape
         header = torch.tensor(list(_DRAFT.pack(*shape)), dtype=torch.uint8)
         if group is None:
             return [header]
@@ -104,9 +112,9 @@ class DraftBytes:
             WireError: sender and receiver draft with different layers.
         """
         group = self._group(data)
-        if group is not None and layout.draft is not None and group != layout.draft:
+        if group is not None and layout.draft is not None and group.shape != layout.draft.shape:
             raise WireError(
-                f"KV rows with a drafter's layers of another shape: {group}, expected {layout.draft}",
+                f"KV rows with a drafter's layers of another shape: {group.shape}, expected {layout.draft.shape}",
                 hint="use the same drafter on both sides, or none on the side that prefills",
             )
         return DRAFT_HEADER_BYTES + (0 if group is None else self._vectors.size(group, num_tokens))

@@ -72,6 +72,11 @@ class Tokenizer:
         """The source of the default chat template."""
         return self._chat_templates.get("default")
 
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that conversations with tools are rendered by."""
+        return self._chat_templates.get("tool_use", self.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` applies the model's own rule (often a leading BOS, often nothing).
 

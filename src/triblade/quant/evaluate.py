@@ -78,7 +78,7 @@ def evaluate_file(
     models = [open_model(config)]
     if against is not None:
         models.append(open_model(replace(config, model=against, revision=None, tokenizer=None)))
-    ids = _same_ids(models, _read_text(path))[:max_tokens]
+    ids = _same_ids(models, read_text(path))[:max_tokens]
     log.info("memory: weights %.0f MiB", sum(model.weight_bytes for model in models) / 2**20)
     decoders = [_load(config, model, context) for model in models]
     with progress(f"evaluating {config.model}", len(ids), unit="tokens") as advance:
@@ -117,14 +117,19 @@ def prompts_from(model: OpenModel, path: Path, count: int) -> list[list[int]]:
     Raises:
         ConfigError: the text is too short for that many.
     """
-    ids = model.tokenizer.encode(_read_text(path), add_special_tokens=False)
+    ids = model.tokenizer.encode(read_text(path), add_special_tokens=False)
     step = len(ids) // count
     if step < PROMPT_TOKENS:
         raise ConfigError(f"{count} prompts need {count * PROMPT_TOKENS} tokens of text, {path} has {len(ids)}")
     return [ids[number * step :][:PROMPT_TOKENS] for number in range(count)]
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A text file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -10,13 +10,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from triblade.errors import RequestError
 from triblade.sampling_params import SamplingParams, check_token_ids
+from triblade.serve.chat_answer import chat_reading, held
+from triblade.serve.message import PLAIN, Reading
 from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, TemplateFields
 from triblade.serve.sampling import COMPLETION_MAX_TOKENS, chat_params, completion_params
 from triblade.serve.state import ServedEngine, ServerState
+from triblade.serve.tools.request import shown_tools, tool_use
 
 INLINE_CHARACTERS = 4096  # tokenized at once (well under a millisecond); a longer text goes to a thread
 
@@ -32,6 +35,13 @@ class PromptJob:
     text: str | None = None  # what `echo` shows; None where nothing is echoed
 
 
+class _ChatPrompt(NamedTuple):
+    """A conversation as the template wrote it."""
+
+    text: str
+    token_ids: list[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One request, ready for the engine."""
@@ -45,6 +55,7 @@ class Job:
     return_speculation: bool
     wants_prompt_logprobs: bool
     priority: int
+    reading: Reading = PLAIN
 
     @property
     def n(self) -> int:
@@ -83,9 +94,12 @@ async def chat_job(body: ChatCompletionRequest, state: ServerState) -> Job:
     model = state.resolve_name(body.model)
     params = chat_params(body, state.defaults)
     state.check_size(params.n)
-    token_ids = await chat_token_ids(engine, body, body.messages, state)
-    await _offload(_checking_size(params), partial(engine.check, token_ids, params))
-    return _job(body, model, [PromptJob(token_ids, params)])
+    use = tool_use(body, state.config, engine.tokenizer.tool_template)
+    prompt = await _chat_prompt(engine, body, body.messages, state)
+    reading = chat_reading(use, state.config, prompt.text, has_form=params.structured_outputs is not None)
+    params = held(params, use, reading, engine.tokenizer)
+    await _offload(_checking_size(params), partial(engine.check, prompt.token_ids, params))
+    return replace(_job(body, model, [PromptJob(prompt.token_ids, params)]), reading=reading)
 
 
 async def chat_token_ids(
@@ -96,6 +110,12 @@ async def chat_token_ids(
     Raises:
         RequestError: the messages or the template are wrong, or the template may not come from a request.
     """
+    return (await _chat_prompt(engine, body, messages, state)).token_ids
+
+
+async def _chat_prompt(
+    engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]], state: ServerState
+) -> _ChatPrompt:
     given = body.chat_template is not None or "chat_template" in (body.chat_template_kwargs or {})
     if given and not state.config.trust_request_chat_template:
         raise RequestError(
@@ -162,7 +182,7 @@ def _echoed(engine: ServedEngine, prompt: str | list[int], params: SamplingParam
     return engine.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
 
 
-def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]]) -> list[int]:
+def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: list[dict[str, Any]]) -> _ChatPrompt:
     go_on = bool(body.continue_final_message)
     opens = body.add_generation_prompt
     text = engine.tokenizer.render_chat(
@@ -170,9 +190,10 @@ def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: lis
         add_generation_prompt=not go_on if opens is None else opens,
         continue_final_message=go_on,
         chat_template=body.chat_template,
+        tools=shown_tools(body),
         template_kwargs=body.chat_template_kwargs,
     )
-    return engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return _ChatPrompt(text, engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
 def _job(body: GenerationBody, model: str, prompts: Sequence[PromptJob]) -> Job:

@@ -19,7 +19,6 @@ from types import FrameType
 
 import uvicorn
 
-from triblade.config import EngineConfig, ServerConfig
 from triblade.serve.app import create_app
 from triblade.serve.errors import DrainingError
 from triblade.serve.http_protocol import EitherProtocol
@@ -33,15 +32,12 @@ ABORT_GRACE_S = 5.0  # for error events to reach the clients after the drain tim
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_server(
-    listener: socket.socket, engine_config: EngineConfig, server_config: ServerConfig, start: StartEngine
-) -> None:
+def run_server(listener: socket.socket, state: ServerState, start: StartEngine) -> None:
     """Serve on a listening socket until a signal comes.
 
     Raises:
         TribladeError: whatever loading the model raises.
     """
-    state = ServerState(engine_config, server_config)
     loader = Loader(state, start)
     server = Server(state, loader, listener)
     try:

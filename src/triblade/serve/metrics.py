@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason
+from triblade.serve.drift import Finding, PlanWatch
 from triblade.serve.transfer_metrics import transfer_metrics
 from triblade.spec.record import SpeculationCounts
 
@@ -90,17 +91,26 @@ DRAFTS_PER_POSITION: Mapping[str, tuple[str, Callable[[SpeculationCounts], list[
 }
 
 
+PLAN: tuple[tuple[str, str, Callable[[Finding], float]], ...] = (
+    ("plan_assumed", "What the plan assumes or predicts.", lambda finding: finding.assumed),
+    ("plan_seen", "The same over the last complete window of requests.", lambda finding: finding.seen),
+    ("plan_drift", "1 where the two differ so much that another plan may be better.", lambda finding: finding.drifted),
+)
+
+
 class ServerMetrics:
     """The metrics of one server.
 
     Args:
         model: value of the label `model_name`.
         load: reads the engine; None while there is no engine.
+        watch: is told everything that is counted and observed.
     """
 
-    def __init__(self, model: str, load: Callable[[], EngineLoad | None]) -> None:
+    def __init__(self, model: str, load: Callable[[], EngineLoad | None], watch: PlanWatch | None = None) -> None:
         registry = self._registry = CollectorRegistry()
         self._model = model
+        self._watch = watch
         self._counters = {
             name: Counter(PREFIX + name, text, LABELS, registry=registry).labels(model)
             for name, text in COUNTERS.items()
@@ -118,16 +128,20 @@ class ServerMetrics:
             f"{PREFIX}http_requests", "HTTP requests answered.", ("method", "route", "status"), registry=registry
         )
         registry.register(_EngineReadings(model, load))
+        if watch is not None:
+            registry.register(_PlanReadings(model, watch))
         ProcessCollector(registry=registry)
 
     def count(self, name: str, amount: float) -> None:
         """Add to one of `COUNTERS`."""
         if amount > 0:
             self._counters[name].inc(amount)
+            self._tell(name, amount)
 
     def observe(self, name: str, value: float) -> None:
         """Add an observation to one of `HISTOGRAMS`."""
         self._histograms[name].observe(max(0.0, value))
+        self._tell(name, max(0.0, value))
 
     def ended(self, reason: FinishReason, num_tokens: int) -> None:
         """A choice ended after so many tokens."""
@@ -142,6 +156,26 @@ class ServerMetrics:
         """The text for a scraper that accepts these media types, and its media type."""
         encode, media_type = choose_encoder(accept)
         return encode(self._registry), media_type
+
+    def _tell(self, name: str, value: float) -> None:
+        if self._watch is not None:
+            self._watch.note(name, value)
+
+
+class _PlanReadings(Collector):
+    """The last window against the plan."""
+
+    def __init__(self, model: str, watch: PlanWatch) -> None:
+        self._model = model
+        self._watch = watch
+
+    def collect(self) -> Iterator[Metric]:
+        """What the plan assumed, what was seen, and whether they differ too much."""
+        for name, text, value in PLAN:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, "quantity"))
+            for finding in self._watch.findings:
+                gauge.add_metric((self._model, finding.name), value(finding))
+            yield gauge
 
 
 class _EngineReadings(Collector):

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triblade.serve.errors import AuthenticationError, BodyTooLargeError
+from triblade.serve.live import PAGE_PATHS
 from triblade.serve.metrics import ServerMetrics
 from triblade.serve.problems import log_fault, problem
 from triblade.serve.rate_limit import RateLimiter
@@ -25,9 +26,10 @@ from triblade.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/ping"})  # no key: the prober of a cluster has none
-ALWAYS = PROBES | {"/metrics", "/version", "/openapi.json", "/docs"}  # answered while loading and draining, too
-QUIET = PROBES | {"/metrics"}  # polled every few seconds: not worth a line
+PROBES = frozenset({"/health", "/ping"})  # the prober of a cluster has no key
+OPEN = PROBES | PAGE_PATHS  # no key: the page asks for it and then reads what needs one
+ALWAYS = OPEN | {"/metrics", "/plan", "/version", "/openapi.json", "/docs"}  # answered while loading and draining, too
+QUIET = OPEN | {"/metrics", "/plan"}  # polled every few seconds: not worth a line
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 MAX_REQUEST_ID_CHARACTERS = 128
 NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=-]")
@@ -70,7 +72,7 @@ class RequestLog:
 
 
 class Authentication:
-    """Asks for one of the API keys, everywhere but at the probes. Without keys it lets everybody through."""
+    """Asks for one of the API keys, everywhere but at the probes and the page. Without keys it lets everybody through."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -82,7 +84,7 @@ class Authentication:
         Raises:
             AuthenticationError: no key, or an unknown one.
         """
-        if scope["type"] == "http" and self._digests and scope["path"] not in PROBES:
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN:
             scope["state"]["key"] = self._check(scope)
         await self._app(scope, receive, send)
 

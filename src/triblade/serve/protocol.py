@@ -144,6 +144,7 @@ class TemplateFields(RequestBody):
     add_special_tokens: bool | None = Field(None, description="Default false for messages, true for text.")
     chat_template: str | None = Field(None, description="Only where the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
 
 
 class ChatCompletionRequest(TemplateFields, GenerationBody):
@@ -158,6 +159,8 @@ class ChatCompletionRequest(TemplateFields, GenerationBody):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, description="Number of alternatives per token; needs logprobs.")
+    tool_choice: dict[str, Any] | str | None = Field(None, description="auto, none, required, or a function.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; default true.")
     max_completion_tokens: Integer | None = Field(None, description="Takes precedence over max_tokens.")
 
 

@@ -2,7 +2,7 @@
 
 A field that would change the answer is refused with a reason, never dropped in silence; a field that would not
 (`user`, `metadata`, a vendor's own) is ignored with a debug line, as clients send many of them. Values that ask for
-nothing, such as `tools: []`, pass.
+nothing, such as `functions: []`, pass.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ def _text_only(value: Any) -> bool:
     return not value or value == ["text"]
 
 
-def _none(value: Any) -> bool:
-    return value in (None, "none")
-
-
-_TOOLS = Refusal("describe the tools in the prompt, or send tool_choice: none")
+_FUNCTIONS = Refusal("use tools and tool_choice")
 _TEXT_IN = Refusal("this server reads text and token ids only")
 
 COMMON: Mapping[str, Refusal] = {
@@ -54,9 +50,8 @@ COMPLETION: Mapping[str, Refusal] = {
 }
 CHAT: Mapping[str, Refusal] = {
     **COMMON,
-    "tool_choice": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
-    "functions": _TOOLS,
-    "function_call": Refusal(_TOOLS.reason, lambda value: value in (None, "none", "auto")),
+    "functions": _FUNCTIONS,
+    "function_call": Refusal(_FUNCTIONS.reason, lambda value: value in (None, "none", "auto")),
     "audio": Refusal("text is the only output"),
     "modalities": Refusal("text is the only output", _text_only),
     "web_search_options": Refusal("put what was found into the messages"),
@@ -80,13 +75,3 @@ def refuse_unsupported(extra: Mapping[str, Any], refusals: Mapping[str, Refusal]
             logger.debug("ignored field: %r", name[:80])
         elif not refusal.harmless(value):
             raise RequestError(f"{name} is not supported: {refusal.reason}", param=name)
-
-
-def refuse_tools(extra: Mapping[str, Any]) -> None:
-    """Tools that may not be called are let pass; they are not shown to the model either.
-
-    Raises:
-        RequestError: the request has tools and does not forbid calling them.
-    """
-    if extra.get("tools") and not _none(extra.get("tool_choice", "auto")):
-        raise RequestError(f"tools are not supported: {_TOOLS.reason}", param="tools")

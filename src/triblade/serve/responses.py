@@ -112,12 +112,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """What to call; the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(BaseModel):
-    """What the model said."""
+    """What the model said; `content` may be null beside calls, and calls and reasoning are left out where there are none."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Answer):
@@ -126,7 +143,7 @@ class ChatChoice(_Answer):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 
@@ -180,3 +197,31 @@ class Version(_Answer):
     """Answer of GET /version."""
 
     version: str
+
+
+class PlanFigure(_Answer):
+    """A number that the plan predicts."""
+
+    name: str
+    value: float
+    unit: str
+    label: str
+
+
+class PlanFinding(_Answer):
+    """Something the plan assumes or predicts, and what was seen over the last complete window of requests."""
+
+    name: str
+    title: str
+    assumed: float
+    seen: float
+    drifted: bool
+
+
+class PlanAnswer(_Answer):
+    """The plan that is served."""
+
+    served: bool
+    prediction: list[PlanFigure]
+    findings: list[PlanFinding]
+    reasons: list[str]

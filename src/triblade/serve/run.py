@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from triblade.config import EngineConfig, ServerConfig, TopologyConfig, TransferConfig
+from triblade.config import EngineConfig, Plan, ServerConfig, TopologyConfig, TransferConfig
 from triblade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ HINTS = {
 }
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, *, start: StartEngine | None = None) -> int:
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    start: StartEngine | None = None,
+    plan: Plan | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Requests in flight may finish within `drain_timeout_s`; a second signal ends at once.
@@ -36,6 +42,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, start: St
         engine_config: the model and how it runs.
         server_config: the server; see `with_environment` for keys from the environment.
         start: loads the model; default: an engine in this process.
+        plan: what the configurations come from; traffic and latency are compared with it.
 
     Returns:
         The exit code, 0.
@@ -46,8 +53,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, *, start: St
     """
     with bind(server_config) as listener:
         from triblade.serve.lifecycle import run_server
+        from triblade.serve.state import ServerState
 
-        run_server(listener, engine_config, server_config, start or start_local)
+        run_server(listener, ServerState(engine_config, server_config, plan), start or start_local)
     return 0
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from triblade.config import EngineConfig, ServerConfig
+from triblade.config import EngineConfig, Plan, ServerConfig
 from triblade.engine.client import EngineClient
 from triblade.errors import ModelNotFoundError, RequestError
 from triblade.sampling_params import SamplingParams
@@ -66,11 +66,13 @@ class ServerState:
         names: the names of the model, the reported one first.
         created: Unix time of the start, seconds.
         defaults: sampling defaults of requests.
+        plan: what is served, if a plan says so.
     """
 
-    def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig, plan: Plan | None = None) -> None:
         self.engine_config = engine_config
         self.config = config
+        self.plan = plan
         self.names = config.served_model_name or (engine_config.model,)
         self.created = int(time.time())
         self.defaults: Mapping[str, Any] = {}

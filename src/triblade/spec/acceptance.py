@@ -32,9 +32,16 @@ class PositionCounts:
         What was not judged fades like the others: when the first position fails again and again, it is of no use to remember
         that the third one once did well behind it.
         """
-        for position in range(min(tried, len(self._trials))):
-            self._trials[position] = self._trials[position] * self._keep + (position <= hits)
-            self._hits[position] = self._hits[position] * self._keep + (position < hits)
+        if not tried:
+            return
+        keep, tried = self._keep, min(tried, len(self._trials))
+        self._trials[:tried] = [keep * count for count in self._trials[:tried]]
+        self._hits[:tried] = [keep * count for count in self._hits[:tried]]
+        for position in range(min(hits, tried)):
+            self._trials[position] += 1.0
+            self._hits[position] += 1.0
+        if hits < tried:
+            self._trials[hits] += 1.0
 
     def fade(self, keep: float) -> None:
         """Nothing was tried for a while: a share of the counts is forgotten, and estimates go back to where they began."""

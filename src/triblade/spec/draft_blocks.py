@@ -2,7 +2,8 @@
 
 Knows ids and counts only. A drafter is told of neither preemptions nor cache hits, and blocks are published by steps after which
 it was never called (the last one of a request). So it trusts nobody: a block is claimed by the hash of all tokens up to its end
-when the draft has computed it, and a request that got its blocks anew keeps the leading ones whose claim is that of its tokens.
+when the draft has computed it, or received it from a worker whose draft had, and a request that got its blocks anew keeps the
+leading ones whose claim is that of its tokens.
 
     request  | right: committed tokens that were computed | drafted: computed, then proposed | missing ...
                                                           ^ frontier; accepted tokens move it over `drafted`
@@ -16,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from triblade.spec.drafter import DraftState
+from triblade.spec.drafter import DraftState, ReceivedRows
 
 
 @dataclass(slots=True)
@@ -84,6 +85,21 @@ class DraftBlocks:
     def drafted(self, request: DraftState, token_ids: list[int]) -> None:
         """The KV of proposed tokens behind the frontier is there now."""
         self._frontiers[request.number].drafted = token_ids
+
+    def filled(self, request: DraftState) -> int:
+        """Leading tokens of the request whose draft KV is known to be there."""
+        frontier = self._frontiers.get(request.number)
+        return frontier.num_right if frontier is not None and frontier.table is request.block_table else 0
+
+    def received(self, request: DraftState, rows: ReceivedRows) -> None:
+        """Rows came from elsewhere. Behind a gap they are of no use, because a frontier has none: both are computed here."""
+        self.will_write(request, rows.start, rows.stop)
+        frontier = self._frontiers.get(request.number)
+        if frontier is None or frontier.table is not request.block_table:
+            frontier = self._frontiers[request.number] = self._found(request, rows.start)
+        if frontier.num_right == rows.start < rows.filled:
+            frontier.num_right = rows.filled
+            self._claim(frontier, request.token_ids)
 
     def forget(self, request: DraftState) -> None:
         """The request ended; what its blocks hold stays claimed while nobody writes there."""

@@ -17,6 +17,7 @@ IDLE_GAIN = 0.1
 # alone, depth is the number of tokens: then the depth is to blame, so that drafting for many looks cheap, is tried, and is known.
 RIDGE = (1e-3, 1e-3, 1e-2)
 SWEEPS = 8
+FIRST_OBSERVATIONS = 16  # after each of which prices are fitted; later only when somebody asks for them
 
 Prices = tuple[
     float, float, float
@@ -47,6 +48,7 @@ class DraftCost:
         self._prices = [0.0] * 3
         self._idle: float | None = None
         self._observed = 0
+        self._is_fitted = True
 
     def observe(self, depth: int, tokens: int, time: float) -> None:
         """Drafting `depth` tokens one after the other, `tokens` for all requests, took so long."""
@@ -67,10 +69,14 @@ class DraftCost:
             for column, right in enumerate(features):
                 self._products[row][column] = self._products[row][column] * keep + left * right
         self._observed += 1
-        self._solve()
+        self._is_fitted = False
+        if self._observed < FIRST_OBSERVATIONS:
+            self._fit()
 
     def times(self) -> DraftTimes:
         """Drafts cost nothing until they were observed twice."""
+        if not self._is_fitted:
+            self._fit()
         once, per_depth, per_token = self._prices if self._observed > 1 else (0.0, 0.0, 0.0)
         return DraftTimes(self._idle or 0.0, (once, per_depth, per_token))
 
@@ -80,8 +86,9 @@ class DraftCost:
         else:
             self._idle += IDLE_GAIN * (min(time, IDLE_SURPRISE * self._idle + TRACE) - self._idle)
 
-    def _solve(self) -> None:
+    def _fit(self) -> None:
         """A few sweeps over the normal equations, price by price, none below zero."""
+        self._is_fitted = True
         for _ in range(SWEEPS):
             for row in range(3):
                 others = sum(self._products[row][c] * self._prices[c] for c in range(3) if c != row)

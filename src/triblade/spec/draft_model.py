@@ -21,7 +21,7 @@ from torch import Tensor
 from triblade.sampling_params import SamplingParams
 from triblade.spec.distribution import draw, filtered_weights
 from triblade.spec.draft_blocks import DraftBlocks
-from triblade.spec.drafter import Draft, DraftItem, DraftState
+from triblade.spec.drafter import Draft, DraftItem, DraftState, ReceivedRows
 from triblade.spec.random_numbers import uniform
 from triblade.spec.rejection import PROPOSAL_STREAM
 
@@ -99,11 +99,6 @@ class _Proposal:
     weights: list[Tensor] = field(default_factory=list)  # [V] each; only of draws
 
     @property
-    def is_chunk(self) -> bool:
-        """Whether more tokens are known than the newest: a prompt on its way, or a preempted request."""
-        return self.item.stop + 1 < len(self.item.request.token_ids)
-
-    @property
     def is_drawn(self) -> bool:
         return self.smoothing > 0 and not self.item.request.params.is_greedy
 
@@ -162,10 +157,18 @@ class ModelDrafter:
         """See `Drafter`."""
         self._blocks.forget(request)
 
+    def num_filled(self, request: DraftState) -> int:
+        """See `FillsRows`."""
+        return self._blocks.filled(request)
+
+    def received(self, request: DraftState, rows: ReceivedRows) -> None:
+        """See `FillsRows`."""
+        self._blocks.received(request, rows)
+
     def _count_idle(self, proposals: list[_Proposal]) -> None:
         if any(proposal.length > 0 for proposal in proposals):
             self._idle_steps = 0
-        elif not all(proposal.is_chunk for proposal in proposals):
+        elif not all(proposal.item.is_chunk for proposal in proposals):
             self._idle_steps += 1
 
     def _length(self, item: DraftItem) -> int:
@@ -218,7 +221,7 @@ class ModelDrafter:
         item = proposal.item
         if proposal.length > 0:
             return item.stop + 1
-        return min(item.stop, self._last(item)) if proposal.is_chunk and self._idle_steps < IDLE_STEPS else 0
+        return min(item.stop, self._last(item)) if item.is_chunk and self._idle_steps < IDLE_STEPS else 0
 
     def _compute(self, runs: list[DraftTokens]) -> None:
         for run in runs:

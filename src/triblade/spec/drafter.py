@@ -4,7 +4,8 @@ A drafter never decides a token, so it can be wrong but cannot lie: the target v
 row, `engine.runner` for a run of them). Knows no scheduler and no target; what it must know of a request is `DraftState`.
 
 What is known at a call: a request that decodes has tokens [0, stop], of which the newest has no KV yet; in a chunk of a prompt the
-tokens beyond `stop` are known too. A preempted request comes back with a smaller `start`; a cached prefix lets it jump ahead.
+tokens beyond `stop` are known too, and a prompt that is computed for others ends at `stop`. A preempted request comes back with a
+smaller `start`; a cached prefix lets it jump ahead. Items and drafts are named tuples for the same reason as `spec.outcomes`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -31,9 +32,8 @@ class DraftState(Protocol):
     block_table: array[int]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftItem:
-    """A request after a step.
+class DraftItem(NamedTuple):
+    """A request after a step; see the top of this file for what is known of it.
 
     Attributes:
         request: whose continuation is wanted.
@@ -49,9 +49,22 @@ class DraftItem:
     first_row: int
     length: int
 
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is part of a prompt that is read, or of a preempted request; else the newest token alone has no KV."""
+        return self.stop + 1 < len(self.request.token_ids) or not self.request.output_token_ids
+
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ReceivedRows:
+    """Rows of tokens [start, stop), which begin a block; the drafter's part is right in those before `filled`."""
+
+    start: int
+    filled: int
+    stop: int
+
+
+class Draft(NamedTuple):
     """A proposed continuation, at most as long as asked for.
 
     Attributes:
@@ -73,4 +86,17 @@ class Drafter(Protocol):
 
     def forget(self, request: DraftState) -> None:
         """The request ended; also called for requests that never decoded."""
+        ...
+
+
+@runtime_checkable
+class FillsRows(Protocol):
+    """A drafter with keys and values of its own in the rows of its target, which may come from another worker."""
+
+    def num_filled(self, request: DraftState) -> int:
+        """Leading tokens of the request whose keys and values are in its blocks."""
+        ...
+
+    def received(self, request: DraftState, rows: ReceivedRows) -> None:
+        """Whole rows came from elsewhere into the request's blocks."""
         ...

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triblade.spec.draft_blocks import DraftBlocks
-from triblade.spec.drafter import Draft, DraftItem, DraftState
+from triblade.spec.drafter import Draft, DraftItem, DraftState, ReceivedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,14 @@ class EagleDrafter:
         self._blocks.forget(request)
         self._head.forget(request.number)
 
+    def num_filled(self, request: DraftState) -> int:
+        """See `FillsRows`."""
+        return self._blocks.filled(request)
+
+    def received(self, request: DraftState, rows: ReceivedRows) -> None:
+        """See `FillsRows`; the states of these tokens stay unknown here."""
+        self._blocks.received(request, rows)
+
     def _run(self, item: DraftItem, first: int) -> GuessRun | None:
         """What the head has not computed of a request, then guesses; None: nothing to do.
 
@@ -148,7 +156,7 @@ class EagleDrafter:
 
 def _is_due(item: DraftItem) -> bool:
     """Whether the head is to compute: for a draft, or because a prompt is read, whose blocks others may share."""
-    return item.length > 0 or item.stop + 1 < len(item.request.token_ids) or item.stop - item.start > 1
+    return item.length > 0 or item.is_chunk or item.stop - item.start > 1
 
 
 def _cut(run: GuessRun, size: int) -> Iterator[GuessRun]:

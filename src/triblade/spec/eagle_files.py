@@ -48,6 +48,7 @@ class EagleCheckpoint:
     weights: EagleWeights[QuantizedMatrix]
     inner_layers: tuple[int, ...]  # of the target, whose states the head reads beside the final ones
     facts: Mapping[str, Any]  # config.json
+    digest: str  # SHA-256 of the file of weights (hexadecimal)
 
     def head(self, embedding: Linear, backend: Backend, context_length: int) -> EagleHead:
         """The head with dense weights, in the type and on the device of the target's embedding."""
@@ -136,7 +137,8 @@ def load_eagle(path: Path, target: OpenModel) -> EagleCheckpoint:
         raise CheckpointError(f"cannot read {path / WEIGHTS}: {error}", hint="copy it again") from error
     inner_layers = _inner_layers(path, facts, target.config)
     weights = _weights(path, facts, config, tensors, len(inner_layers))
-    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts)
+    digest = hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
+    return EagleCheckpoint(config=config, weights=weights, inner_layers=inner_layers, facts=facts, digest=digest)
 
 
 def fits(path: Path, target: OpenModel) -> bool:

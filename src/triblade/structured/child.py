@@ -1,8 +1,9 @@
 """The process that compiles grammars: forms in, compiled grammars out, a JSON line each way.
 
 Started by `triblade.structured.compiler`, which ends it when a form takes too long; the memory it may take is limited from
-inside. A form that crashes it crashes nothing else. What compiles is rehearsed: a grammar that is slow to follow, or that leads
-nowhere, is found out here and not in the engine. Ends with its standard input. Runs at low priority.
+inside, and a form that asks for more ends it. A form that crashes it crashes nothing else. What compiles is rehearsed: a grammar
+that is slow to follow, or that leads nowhere, is found out here and not in the engine. Ends with its standard input. Runs at low
+priority.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ import numpy as np
 import psutil
 import xgrammar
 
-MAX_MEMORY_BYTES = 2**30  # beyond what it has when it starts
+from triblade.structured.json_schema import ANY_OBJECT, MAX_WHITESPACE
+
 REHEARSALS, REHEARSAL_TOKENS = 2, 64
-MAX_WHITESPACE = (
-    16  # characters in a row between the parts of a JSON value: a small model could fill its context with them
-)
-ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 
 def main() -> None:
@@ -31,18 +29,18 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library prints
     vocabulary = xgrammar.TokenizerInfo.deserialize_json(sys.stdin.readline())
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
-    _limit()
+    _limit(int(sys.argv[1]))
     _send(answers, {})
     for line in sys.stdin:
         _send(answers, _answer(compiler, json.loads(line)))
 
 
-def _limit() -> None:
+def _limit(memory_bytes: int) -> None:
     process = psutil.Process()
     if sys.platform != "win32":
         import resource
 
-        most = process.memory_info().vms + MAX_MEMORY_BYTES
+        most = process.memory_info().vms + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         process.nice(10)
 
@@ -53,7 +51,11 @@ def _answer(compiler: xgrammar.GrammarCompiler, form: dict[str, str]) -> dict[st
         for seed in range(REHEARSALS):
             _rehearse(grammar, random.Random(seed))
         return {"grammar": grammar.serialize_json()}
+    except MemoryError:
+        raise
     except Exception as error:  # of many types, from C++
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
         return {"error": str(error).strip() or type(error).__name__}
 
 
@@ -64,6 +66,8 @@ def _compile(compiler: xgrammar.GrammarCompiler, kind: str, text: str) -> xgramm
         return compiler.compile_grammar(_choice(json.loads(text)))
     if kind == "grammar":
         return compiler.compile_grammar(text)
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(text)
     schema = ANY_OBJECT if kind == "json_object" else text
     return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 

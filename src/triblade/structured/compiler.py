@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from triblade.models.tokenizer import Tokenizer
 from triblade.sampling_params import StructuredOutputs
 from triblade.spec.constraint import TokenConstraint
 from triblade.structured.json_schema import narrowed
+from triblade.structured.patience import SLOW, Abandoned, Worker
 
 if TYPE_CHECKING:
     import xgrammar
@@ -37,6 +38,12 @@ START_LIMIT_S = 120.0  # the compiling process imports for seconds
 MAX_TEXT = 2**18  # characters of a form
 CACHE_BYTES = 2**28
 CACHE_FORMS = 512
+CACHE_SLOW = 64
+MAX_MEMORY_BYTES = 2**30  # of the compiling process, beyond what it has when it starts
+# Forms that hold expressions of the client's own: what following them costs is up to the client.
+SUSPECT_KINDS = ("regex", "grammar")
+SUSPECT_MARKS = ('"pattern', '"regex"', '"grammar"')
+MAX_ABANDONED = 4
 
 
 class GrammarCompiler:
@@ -46,15 +53,25 @@ class GrammarCompiler:
         tokenizer: spells tokens.
         vocab_size: tokens that may be chosen are below.
         limit_s: seconds for one form.
+        memory_bytes: of the compiling process.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limit_s: float = COMPILE_LIMIT_S) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        limit_s: float = COMPILE_LIMIT_S,
+        memory_bytes: int = MAX_MEMORY_BYTES,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._limit_s = limit_s
+        self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, xgrammar.CompiledGrammar | RequestError] = OrderedDict()
         self._process: _Process | None = None
+        self._abandoned = Abandoned()
+        self._slow: deque[StructuredOutputs] = deque(maxlen=CACHE_SLOW)
 
     def compile(self, form: StructuredOutputs, stops: frozenset[int]) -> Callable[[], TokenConstraint]:
         """What makes constraints of this form, whose output the tokens `stops` may end. May take seconds.
@@ -63,22 +80,33 @@ class GrammarCompiler:
             RequestError: the form is wrong, or takes too long or too much memory.
             UnsupportedError: xgrammar is not installed.
         """
-        if find_spec("xgrammar") is None:
-            hint = "pip install 'triblade[structured]' where the server runs"
-            raise UnsupportedError("structured output needs the package xgrammar", hint=hint, param=PARAM)
+        _require_library()
         if len(form.text) > MAX_TEXT:
             raise RequestError(f"at most {MAX_TEXT} characters, got: {len(form.text)}", param=PARAM)
         if form.kind == "json_schema":
             form = replace(form, text=narrowed(form.text))
         from triblade.structured.matcher import GrammarConstraint
 
+        if form in self._slow:
+            raise RequestError(SLOW, param=PARAM)
         with self._lock:
             found = self._cache.pop(form, None) or self._compiled(form)
             self._cache[form] = found
             self._shrink()
         if isinstance(found, RequestError):
             raise RequestError(found.message, hint=found.hint, param=PARAM)
-        return partial(GrammarConstraint, found, self._vocabulary, stops)
+        is_suspect = _is_suspect(form)
+        if is_suspect and len(self._abandoned) >= MAX_ABANDONED:
+            hint = "try again later"
+            raise RequestError("too many grammars are too slow to follow at the moment", hint=hint, param=PARAM)
+        give_up = partial(self._give_up, form)
+        return partial(GrammarConstraint, found, self._vocabulary, stops, give_up, is_suspect=is_suspect)
+
+    def _give_up(self, form: StructuredOutputs, worker: Worker | None) -> None:
+        """Refuse a form from now on. Called by the engine's thread, which waits for nothing here."""
+        self._slow.append(form)
+        if worker is not None:
+            self._abandoned.put(worker)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -90,7 +118,7 @@ class GrammarCompiler:
         import xgrammar
 
         if self._process is None:
-            self._process = _Process(self._vocabulary.info.serialize_json())
+            self._process = _Process(self._vocabulary.info.serialize_json(), self._memory_bytes)
         try:
             line = self._process.ask(json.dumps(asdict(form)), self._limit_s)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
@@ -117,8 +145,8 @@ class GrammarCompiler:
 class _Process:
     """The compiling process; ends with this object, at the latest."""
 
-    def __init__(self, vocabulary: str) -> None:
-        command = [sys.executable, "-m", "triblade.structured.child"]
+    def __init__(self, vocabulary: str, memory_bytes: int) -> None:
+        command = [sys.executable, "-m", "triblade.structured.child", str(memory_bytes)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self.end = weakref.finalize(self, _end, self._process)
@@ -136,6 +164,16 @@ class _Process:
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
         return _read_line(self._process.stdout, time.monotonic() + limit_s)
+
+
+def _is_suspect(form: StructuredOutputs) -> bool:
+    return form.kind in SUSPECT_KINDS or any(mark in form.text for mark in SUSPECT_MARKS)
+
+
+def _require_library() -> None:
+    if find_spec("xgrammar") is None:
+        hint = "pip install 'triblade[structured]' where the server runs"
+        raise UnsupportedError("structured output needs the package xgrammar", hint=hint, param=PARAM)
 
 
 def _read_line(stream: IO[bytes], deadline: float) -> bytes:

@@ -16,6 +16,8 @@ from triblade.errors import RequestError
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
+MAX_WHITESPACE = 16  # characters in a row between the parts of a value: a small model could fill its context with them
+ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 # Keyword -> the type of value it speaks about.
 TYPED = {

@@ -7,6 +7,7 @@ request. Special tokens have no text here, so no grammar allows one: end tokens 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import xgrammar
 from torch import Tensor
 
 from triblade.models.tokenizer import Tokenizer
+from triblade.structured.patience import SLOW, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,67 +41,101 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     return Vocabulary(info, torch.tensor(silent, dtype=torch.int64), size)
 
 
-SLOW_S = 1.0  # that one output may spend here,
+SLOW_S = 0.5  # that one output may spend here,
 SLOW_TOKEN_S = 0.003  # and for every token of it
+SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
 
 
 class GrammarConstraint:
     """Implements `TokenConstraint`.
 
+    Nothing can stop the library while it computes a mask, so masks of suspect grammars are computed by a thread of their own, and
+    the engine stops waiting when the output's time is spent. From then on the matcher belongs to that thread.
+
     Args:
         grammar: compiled for this vocabulary.
         vocabulary: tokens.
         stops: tokens that end an output.
+        give_up: told when the grammar is too slow, with the thread that goes on computing, if there is one.
+        is_suspect: its masks are computed by another thread from the start.
     """
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, stops: frozenset[int]) -> None:
+    def __init__(
+        self,
+        grammar: xgrammar.CompiledGrammar,
+        vocabulary: Vocabulary,
+        stops: frozenset[int],
+        give_up: Callable[[Worker | None], None],
+        *,
+        is_suspect: bool = False,
+    ) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocabulary = vocabulary
         self._stops = torch.tensor(sorted(t for t in stops if t < vocabulary.size), dtype=torch.int64)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # int32 [1, W]
-        self._known: Tensor | None = None
+        self._text: Tensor | None = None  # bool [V]: tokens that go on with the text from here
+        self._known: Tensor | None = None  # the same, with end tokens
         self._left_s = SLOW_S
+        self._give_up = give_up
+        self._is_suspect = is_suspect
+        self._worker: Worker | None = None
+        self._is_lost = False
         self.fault: str | None = None
 
     def allowed(self) -> Tensor:
         """See `TokenConstraint`."""
         if self._known is None:
-            start = time.perf_counter()
-            self._known = self._text_tokens()
-            self._left_s += SLOW_TOKEN_S - (time.perf_counter() - start)
-            if self._matcher.is_completed():
+            self._left_s += SLOW_TOKEN_S
+            self._known = self._text_tokens().clone()
+            if not self._is_lost and self._matcher.is_completed():
                 self._known[self._stops] = True
-            self._look_for_faults()
+            if self.fault is None and not bool(self._known.any()):
+                self.fault = "the grammar came to a point where no token may follow"
         return self._known
 
     def accept(self, token_id: int) -> bool:
         """See `TokenConstraint`."""
-        accepted = token_id not in self._vocabulary.info.stop_token_ids and self._matcher.accept_token(token_id)
+        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids:
+            return False
+        accepted: bool = self._matcher.accept_token(token_id)
         if accepted:
-            self._known = None
+            self._text = self._known = None
         return accepted
 
     def rollback(self, count: int) -> None:
         """See `TokenConstraint`."""
-        if count:
+        if count and not self._is_lost:
             self._matcher.rollback(count)
-            self._known = None
+            self._text = self._known = None
 
     @property
     def is_exhausted(self) -> bool:
         """See `TokenConstraint`."""
-        return self._matcher.is_completed() and not bool(self._text_tokens().any())
-
-    def _look_for_faults(self) -> None:
-        if self._left_s < 0:
-            self.fault = "the grammar takes too long to follow; simplify it"
-        elif self._known is not None and not bool(self._known.any()):
-            self.fault = "the grammar came to a point where no token may follow"
+        return not self._is_lost and self._matcher.is_completed() and not bool(self._text_tokens().any())
 
     def _text_tokens(self) -> Tensor:
-        """Tokens that go on with the text, bool [V]."""
+        """Tokens that go on with the text, bool [V]; any of them where it was not found out in time, which is a fault."""
+        if self._text is None:
+            start = time.perf_counter()
+            if self._is_suspect:
+                self._worker = self._worker or Worker()
+                self._is_lost = not self._worker.run(self._fill, self._left_s)
+            else:
+                self._fill()
+            spent_s = time.perf_counter() - start
+            self._left_s -= spent_s
+            self._is_suspect |= spent_s > SUSPECT_S
+            if self.fault is None and (self._is_lost or self._left_s < 0):
+                self.fault = SLOW
+                self._give_up(self._worker if self._is_lost else None)
+            self._text = torch.ones(self._vocabulary.size, dtype=torch.bool) if self._is_lost else self._unpacked()
+        return self._text
+
+    def _fill(self) -> None:
         self._matcher.fill_next_token_bitmask(self._bits)
+
+    def _unpacked(self) -> Tensor:
         bits = np.unpackbits(self._bits.numpy().view(np.uint8).reshape(-1), bitorder="little")
-        mask = torch.from_numpy(bits[: self._vocabulary.size].astype(np.bool_))
+        mask = torch.from_numpy(bits[: self._vocabulary.size].view(np.bool_))
         mask[self._vocabulary.special] = False
         return mask

@@ -16,6 +16,9 @@ from triblade.tune.planner import TIE, Decision, agreement, alternatives, sequen
 from triblade.tune.rules import DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS, acceptance, advice
 from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
 
+PROCESS_BYTES = (
+    200 * 2**20
+)  # interpreter, torch, tokenizer; seen in nine trials of `tune`: 170 of one engine, 230 with workers
 MADE_SCHEMES = ("int8", "int4", "int3")
 
 
@@ -173,10 +176,14 @@ def figures(decision: Decision) -> Iterator[Figure]:
 
 
 def memory_gb(decision: Decision) -> float:
-    """Of a device: weights, activations and what the requests in flight hold."""
+    """Of a device: weights, activations and what the requests in flight hold; of a host also what processes are without these."""
     memory = decision.chosen.memory
     held = kv_bytes(decision, sequences_of(decision.chosen, decision.task))
-    return (memory.total_bytes - memory.kv_bytes + held) / 1e9
+    own = memory.total_bytes - memory.kv_bytes + held
+    if decision.task.site.hardware.kind == "cpu":
+        has_workers = decision.chosen.candidate.placement == "one"
+        own += PROCESS_BYTES * (3 if has_workers else 1) + (memory.activation_bytes if has_workers else 0)
+    return own / 1e9
 
 
 def reasons(decision: Decision) -> Iterator[str]:

@@ -5,6 +5,7 @@ Of a Hugging Face repository only config.json is fetched, so a plan for a model 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -54,7 +55,13 @@ def _has_head(config: ModelConfig) -> bool:
     mine = asdict(config)
     folders = (resources.files("triblade.spec") / "heads").iterdir()
     targets: list[dict[str, Any]] = [read_json_object(Path(str(folder)) / CONFIG)["target"] for folder in folders]
-    return any(all(mine[key] == value for key, value in t.items() if key not in NOT_SHAPE) for t in targets)
+    return any(all(_same(mine[key], value) for key, value in t.items() if key not in NOT_SHAPE) for t in targets)
+
+
+def _same(mine: Any, value: Any) -> bool:
+    """Equal, numbers up to the rounding of files that hold them in 32 bits."""
+    is_number = isinstance(mine, float) and isinstance(value, float)
+    return math.isclose(mine, value, rel_tol=1e-6) if is_number else bool(mine == value)
 
 
 def _bits(hf: dict[str, Any]) -> int:

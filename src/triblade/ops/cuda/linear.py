@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triblade.ops.backend import Activation
 from triblade.ops.cuda.device import Device, pointer
+from triblade.ops.cuda.humming import HummingProducts
 from triblade.ops.cuda.packing import CHUNK, DENSE_BITS, TILE_ROWS, DeviceMatrix
 from triblade.ops.cuda.tilings import TOKEN_TILE, Tiling, WideTiling, partial_numbers, tiling, wide_tiling
 
@@ -109,6 +110,12 @@ class LinearKernels:
         self.streamed_tokens = STREAMED_TOKENS if device.has_warpgroups else STREAMED_TOKENS_NARROW
         self._counters = torch.zeros(MOST_SETS, dtype=torch.int32, device=memory)
         self._dense = torch.empty(0, dtype=dtype, device=memory)
+        self._package: HummingProducts | None = None
+
+    def multiply_by(self, package: HummingProducts) -> None:
+        """Have somebody else multiply what they are faster at; more tokens than a launch takes go row after row from now on."""
+        self._package = package
+        self.streamed_tokens = min(self.streamed_tokens, MOST_TOKENS)
 
     def reserve(self, matrices: list[DeviceMatrix]) -> None:
         """Scratch for products with these, made once, since recorded steps keep its address."""
@@ -202,6 +209,9 @@ class LinearKernels:
     def _multiply_many(
         self, x: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
     ) -> None:
+        if self._package is not None and self._package.takes(matrix, len(x)):
+            self._multiply_by_package(self._package.multiply(x, matrix), matrix, out, residual, activation)
+            return
         weight = self.dequantize(matrix)
         if matrix.is_gated:
             self.gate(F.linear(x, weight, matrix.bias), out, activation)
@@ -215,6 +225,18 @@ class LinearKernels:
             torch.addmm(matrix.bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)
+
+    def _multiply_by_package(
+        self, found: Tensor, matrix: DeviceMatrix, out: Tensor, residual: Tensor | None, activation: Activation
+    ) -> None:
+        """What is left of a product after a package's part of it."""
+        if matrix.is_gated:
+            self.gate(found if matrix.bias is None else found + matrix.bias, out, activation)
+            return
+        for part in (matrix.bias, residual):
+            if part is not None:
+                found += part
+        out.copy_(found)
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """A float32 result, of the sums themselves where the library can."""

@@ -111,6 +111,15 @@ def unpack(matrix: DeviceMatrix) -> Tensor:
     """The matrix [rows, inputs] float32 that the kernels multiply, in its own order."""
     if matrix.bits == DENSE_BITS:
         return matrix.codes.float()
+    found = unpack_codes(matrix)
+    scales = found.scales.float()
+    offsets = -ZERO_POINT[matrix.bits] * scales if found.offsets is None else found.offsets.float()
+    groups = found.codes.view(matrix.rows, -1, matrix.group).float()  # [rows, G, group]
+    return (groups * scales.unsqueeze(-1) + offsets.unsqueeze(-1)).flatten(1)
+
+
+def unpack_codes(matrix: DeviceMatrix) -> QuantizedMatrix:
+    """What `pack_codes` was given, in its own order."""
     chunks = matrix.inputs // CHUNK
     if matrix.bits == 4:
         packed = matrix.codes.view(-1, chunks, 8, 4, 2, 2, 2, 2)  # [tile, chunk, g, t, h, s, e, p]
@@ -119,16 +128,18 @@ def unpack(matrix: DeviceMatrix) -> Tensor:
     else:
         packed = matrix.codes.view(-1, chunks, 2, 8, 4, 2, 2, 2, 2)  # [tile, chunk, h, g, t, s, p, row / 8, e]
         codes = packed.permute(0, 7, 3, 1, 2, 4, 5, 6, 8)
-    groups = codes.reshape(-1, matrix.inputs // matrix.group, matrix.group).float()  # [padded rows, G, group]
     assert matrix.scales is not None
-    scales = _unpack_groups(matrix.scales)
-    offsets = -ZERO_POINT[matrix.bits] * scales if matrix.offsets is None else _unpack_groups(matrix.offsets)
-    rows = (groups * scales + offsets).flatten(1)[: matrix.rows]
-    if not matrix.is_gated:
-        return rows
-    natural = torch.empty_like(rows)
-    natural[tile_order(matrix.rows).to(rows.device)] = rows
-    return natural
+    order = torch.arange(matrix.rows)  # where a row of the matrix lies
+    if matrix.is_gated:
+        order = tile_order(matrix.rows).argsort()
+    order = order.to(codes.device)
+    return QuantizedMatrix(
+        codes=codes.reshape(-1, matrix.inputs)[order],
+        scales=_unpack_groups(matrix.scales)[order],
+        offsets=None if matrix.offsets is None else _unpack_groups(matrix.offsets)[order],
+        bits=matrix.bits,
+        bias=matrix.bias,
+    )
 
 
 def tile_order(rows: int) -> Tensor:
@@ -147,5 +158,5 @@ def _pack_groups(values: Tensor) -> Tensor:
 
 
 def _unpack_groups(packed: Tensor) -> Tensor:
-    """[tiles, G, 8, 2] -> [padded rows, G, 1] float32."""
-    return packed.float().permute(0, 3, 2, 1).reshape(-1, packed.shape[1], 1)
+    """[tiles, G, 8, 2] -> [padded rows, G]."""
+    return packed.permute(0, 3, 2, 1).reshape(-1, packed.shape[1])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from triblade.engine.outputs import RequestOutput
+from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.serve.jobs import Job
+from triblade.serve.message import MessageReader
+from triblade.serve.pieces import Message, Piece
 from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, speculation_json
 from triblade.serve.render.logprobs import LogprobWriter, prompt_logprobs
 from triblade.serve.strict_json import dumps
@@ -28,6 +30,8 @@ class ChatRenderer:
         self._chunks = ChunkWriter(envelope, CHUNK_KIND, announces_usage=job.include_usage)
         self._writer = LogprobWriter(tokenizer, skips_special_tokens=False)  # chat has no text offsets
         self._opened: set[int] = set()
+        self._readers: dict[int, MessageReader] = {}  # by choice, as all that follow
+        self._messages: dict[int, Message] = {}
         self._folds: dict[int, Fold] = {}
         self._prompt_logprobs: Any = None
 
@@ -37,10 +41,14 @@ class ChatRenderer:
         events = b"" if index in self._opened else self._open(index)
         logprobs = self._logprobs(output)
         shows_tokens = bool(output.token_ids) and (logprobs is not None or self._job.return_token_ids)
-        if not (output.text or output.finished or shows_tokens):
+        deltas = [piece.delta() for piece in self._read(output)]
+        if not (deltas or output.finished or shows_tokens):
             return events
-        delta = {"content": output.text} if output.text or not output.finished else {}
-        choice: Json = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        *before, delta = deltas or [{} if output.finished else {"content": ""}]
+        for earlier in before:
+            events += self._chunks.choice({"index": index, "delta": earlier, "logprobs": None, "finish_reason": None})
+        reason = self._reason(index, output.finish_reason)
+        choice: Json = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if output.finished:
             choice["stop_reason"] = output.stop_reason
             if self._job.return_speculation:
@@ -56,6 +64,7 @@ class ChatRenderer:
     def collect(self, prompt: int, output: RequestOutput) -> None:
         """Keep an output for `body`."""
         self._folds.setdefault(output.index, Fold()).add(output.text, self._logprobs(output), output)
+        self._messages.setdefault(output.index, Message()).add(self._read(output))
         if output.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
@@ -80,9 +89,9 @@ class ChatRenderer:
     def _choice(self, index: int, fold: Fold) -> Json:
         choice: Json = {
             "index": index,
-            "message": {"role": "assistant", "content": fold.text, "refusal": None},
+            "message": self._messages[index].as_json(),
             "logprobs": self._with_refusal(fold.logprobs),
-            "finish_reason": fold.finish_reason,
+            "finish_reason": self._reason(index, fold.finish_reason),
             "stop_reason": fold.stop_reason,
         }
         if self._job.return_token_ids:
@@ -90,6 +99,14 @@ class ChatRenderer:
         if self._job.return_speculation:
             choice["speculation"] = fold.speculation
         return choice
+
+    def _read(self, output: RequestOutput) -> list[Piece]:
+        reader = self._readers.setdefault(output.index, MessageReader(self._job.reading))
+        return reader.feed(output.text, is_last=output.finished)
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        """`tool_calls` where calls were told and the message is complete."""
+        return "tool_calls" if reason == FinishReason.STOP and self._readers[index].has_calls else reason
 
     def _logprobs(self, output: RequestOutput) -> Mapping[str, Sequence[Any]] | None:
         if self._job.prompts[0].params.logprobs is None:

@@ -10,7 +10,7 @@ from triblade.serve.answer import GenerationResponse
 from triblade.serve.jobs import chat_job, completion_job
 from triblade.serve.metrics import ServerMetrics
 from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest
-from triblade.serve.refusals import CHAT, COMPLETION, refuse_tools, refuse_unsupported
+from triblade.serve.refusals import CHAT, COMPLETION, refuse_unsupported
 from triblade.serve.render.chat import ChatRenderer
 from triblade.serve.render.completions import CompletionRenderer
 from triblade.serve.responses import ChatCompletion, Completion, problems
@@ -32,7 +32,6 @@ def router(state: ServerState, metrics: ServerMetrics) -> APIRouter:
     @routes.post("/v1/chat/completions", responses=_answers(ChatCompletion), response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> GenerationResponse:
         """Answer a conversation."""
-        refuse_tools(body.model_extra or {})
         refuse_unsupported(body.model_extra or {}, CHAT)
         job = await chat_job(body, state)
         return GenerationResponse(job, state, metrics, ChatRenderer)

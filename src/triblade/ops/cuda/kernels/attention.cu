@@ -6,25 +6,6 @@
 
 #define WARPS 4
 
-#if IN_BOXES
-// A warp's next turn to fetch; its block is asked for one turn before.
-struct Ahead {
-  const int* table;
-  int start, turn, end, block;
-};
-
-DEVICE void ask_for_block(Ahead& next) {
-  if (next.turn < next.end) next.block = next.table[(next.start + next.turn * KEYS) / BLOCK];
-}
-
-DEVICE void fetch(Ahead& next, Ring& ring, const BoxMap& map, int head) {
-  if (next.turn >= next.end) return;
-  fetch_box(ring, map, Source{(next.start + next.turn * KEYS) % BLOCK, head, next.block});
-  next.turn += WARPS;
-  ask_for_block(next);
-}
-#endif
-
 // The result of one row and four dimensions from `count` partial ones, in their order.
 DEVICE f32x4 merged(const Partial* partial, int count, int row, int quarter, float& top, float& total) {
   top = -INFINITY, total = 0.0f;
@@ -105,6 +86,113 @@ DEVICE void write_out(const Target& out, const Parts& parts, const Queries& in, 
   }
 }
 
+// A warp's turns: every WARPS-th from `first` on, before `end`. A turn's keys begin at start + turn * KEYS; this step's own at `new_key`.
+struct Turns {
+  int start, first, end, new_key;
+};
+
+DEVICE int key_of(const Turns& turns, int turn) { return turns.start + turn * KEYS; }
+
+DEVICE bool is_early(const Turns& turns, int turn) { return key_of(turns, turn) + KEYS <= turns.new_key; }
+
+#if IN_BOXES
+// What is on its way to a warp: boxes, of which the next one read is at `stage`, and the block of the next one fetched.
+struct Feed {
+  Ring ring;
+  int turn, block, stage, phase;
+  float scale;
+};
+
+DEVICE void ask_for_block(Feed& feed, const Stretch& from, const Turns& turns) {
+  if (feed.turn < turns.end) feed.block = from.table[key_of(turns, feed.turn) / BLOCK];
+}
+
+DEVICE void fetch(Feed& feed, const BoxMap& map, const Stretch& from, const Turns& turns) {
+  if (feed.turn >= turns.end) return;
+  fetch_box(feed.ring, map, Source{key_of(turns, feed.turn) % BLOCK, from.head, feed.block});
+  feed.turn += WARPS;
+  ask_for_block(feed, from, turns);
+}
+
+// Have the first turns on their way; keys of earlier steps before what the kernel before is still about.
+DEVICE void begin(Feed& feed, const BoxMap& map, const Stretch& from, const Turns& turns) {
+  const bool has_turn = turns.first < turns.end, early = is_early(turns, turns.first);
+  warp_barrier();
+  feed.turn = turns.first, feed.block = 0, feed.stage = 0, feed.phase = 0, feed.scale = 0.0f;
+  ask_for_block(feed, from, turns);
+  int fetched = 0;
+  for (; fetched < STAGES && feed.turn < turns.end && is_early(turns, feed.turn); fetched++) fetch(feed, map, from, turns);
+  if (has_turn && early) feed.scale = load_scale(from, key_of(turns, turns.first));
+  wait_for_previous();
+  for (; fetched < STAGES; fetched++) fetch(feed, map, from, turns);
+  if (has_turn && !early) feed.scale = load_scale(from, key_of(turns, turns.first));
+}
+#else
+// A warp's next turn, in registers.
+struct Feed {
+  Keys k;
+  Values v;
+  float scale;
+};
+
+DEVICE void load(Feed& feed, const Stretch& from, int first) {
+  load_keys(feed.k, from, first), load_values(feed.v, from, first), feed.scale = load_scale(from, first);
+}
+
+// The first turn; keys of earlier steps before what the kernel before is still about.
+DEVICE void begin(Feed& feed, const BoxMap&, const Stretch& from, const Turns& turns) {
+  const bool has_turn = turns.first < turns.end, early = is_early(turns, turns.first);
+  feed.scale = 0.0f;
+  if (has_turn && early) load(feed, from, key_of(turns, turns.first));
+  wait_for_previous();
+  if (has_turn && !early) load(feed, from, key_of(turns, turns.first));
+}
+#endif
+
+// Rows of queries, and the positions of a lane's two.
+struct Rows {
+  u32 q[STEPS][4];
+  int position[2];
+};
+
+DEVICE void load_rows(Rows& rows, const Queries& in, const Task& task) {
+  const int lane = threadIdx.x & 31;
+  const int* positions = in.positions + task.sequence * in.queries;
+  load_queries(rows.q, in, task.sequence, task.head, task.first_row);
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    rows.position[half] = positions[min((task.first_row + (lane >> 2) + 8 * half) / in.group, in.queries - 1)];
+}
+
+// Rows over all turns of a warp, while the feed goes ahead.
+DEVICE void attend_turns(State& state, Feed& feed, const Rows& rows, const Scores& how, const BoxMap& map, const Stretch& from,
+                         const Turns& turns) {
+  for (int turn = turns.first; turn < turns.end; turn += WARPS) {
+    const int first = key_of(turns, turn), next = first + WARPS * KEYS;
+    const bool goes_on = turn + WARPS < turns.end;
+    const float now = feed.scale;
+    if (goes_on) feed.scale = load_scale(from, next);
+#if IN_BOXES
+    const u8* box = feed.ring.boxes + feed.stage * BOX_BYTES;
+    Keys k;
+    Values v;
+    wait_for_phase(feed.ring.full + feed.stage, feed.phase);
+    take_keys(k, box);
+    take_values(v, box, from.stop - first);
+    attend(state, rows.q, k, v, now, how, first, rows.position);
+    warp_barrier();  // everybody has read this box
+    fetch(feed, map, from, turns);
+    go_on(feed.stage);
+    if (feed.stage == 0) feed.phase ^= 1;
+#else
+    const Keys k = feed.k;
+    if (goes_on) load_keys(feed.k, from, next);
+    attend(state, rows.q, k, feed.v, now, how, first, rows.position);
+    if (goes_on) load_values(feed.v, from, next);
+#endif
+  }
+}
+
 // Grid: splits, key-value heads * tiles of rows, sequences. `workspace` holds a Partial per block (of the whole grid), `counters` a zero per
 // (head and tile, sequence).
 KERNEL __launch_bounds__(32 * WARPS) attention(CONSTANT_ARGUMENT(BoxMap) map, Queries in, Cache cache, Scores how, Target out,
@@ -120,62 +208,19 @@ KERNEL __launch_bounds__(32 * WARPS) attention(CONSTANT_ARGUMENT(BoxMap) map, Qu
   const Task task = task_of(in, cache.heads, how.window);
   if (task.split >= task.splits) return;
 
-  // The first turns' keys and values are those of earlier steps, unless this step's tokens are among them, and need not wait.
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, first_turn = task.begin + warp, earliest = task.start + first_turn * KEYS;
-  const int* positions = in.positions + task.sequence * in.queries;
+  const int warp = threadIdx.x / 32, new_key = in.positions[task.sequence * in.queries];
   const Stretch stretch = {cache, in.tables + task.sequence * in.table_stride, task.head, task.stop};
-  const bool is_early = earliest + KEYS <= positions[0], has_turn = first_turn < task.end;
-  float scale = 0.0f;
+  const Turns turns = {task.start, task.begin + warp, task.end, new_key};
+  Feed feed;
 #if IN_BOXES
-  Ring ring = ring_of(memory, barriers, warp);
-  warp_barrier();
-  Ahead ahead = {stretch.table, task.start, first_turn, task.end, 0};
-  ask_for_block(ahead);
-  int fetched = 0, stage = 0, phase = 0;
-  while (fetched < STAGES && ahead.turn < task.end && task.start + ahead.turn * KEYS + KEYS <= positions[0])
-    fetch(ahead, ring, map, task.head), fetched++;
-  if (has_turn && is_early) scale = load_scale(stretch, earliest);
-  wait_for_previous();
-  for (; fetched < STAGES; fetched++) fetch(ahead, ring, map, task.head);
-  if (has_turn && !is_early) scale = load_scale(stretch, earliest);
-#else
-  Keys ahead;
-  Values v;
-  if (has_turn && is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
-  wait_for_previous();
-  if (has_turn && !is_early) load_keys(ahead, stretch, earliest), load_values(v, stretch, earliest), scale = load_scale(stretch, earliest);
+  feed.ring = ring_of(memory, barriers, warp);
 #endif
-
-  u32 q[STEPS][4];
-  load_queries(q, in, task.sequence, task.head, task.first_row);
-  int position[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) position[half] = positions[min((task.first_row + (lane >> 2) + 8 * half) / in.group, in.queries - 1)];
+  begin(feed, map, stretch, turns);
+  Rows rows;
+  load_rows(rows, in, task);
   State state;
   reset(state);
-  for (int turn = first_turn; turn < task.end; turn += WARPS) {
-    const int first = task.start + turn * KEYS, next = first + WARPS * KEYS;
-    const bool goes_on = turn + WARPS < task.end;
-    const float now = scale;
-    if (goes_on) scale = load_scale(stretch, next);
-#if IN_BOXES
-    Keys k;
-    Values v;
-    wait_for_phase(ring.full + stage, phase);
-    take_keys(k, ring.boxes + stage * BOX_BYTES);
-    take_values(v, ring.boxes + stage * BOX_BYTES, task.stop - first);
-    attend(state, q, k, v, now, how, first, position);
-    warp_barrier();  // everybody has read this box
-    fetch(ahead, ring, map, task.head);
-    go_on(stage);
-    if (stage == 0) phase ^= 1;
-#else
-    const Keys k = ahead;
-    if (goes_on) load_keys(ahead, stretch, next);
-    attend(state, q, k, v, now, how, first, position);
-    if (goes_on) load_values(v, stretch, next);
-#endif
-  }
+  attend_turns(state, feed, rows, how, map, stretch, turns);
   sum_totals(state);
 #if IN_BOXES
   block_barrier();
