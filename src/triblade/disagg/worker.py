@@ -65,9 +65,10 @@ def check_addresses(transfer: TransferConfig, addresses: Iterable[str]) -> None:
         ConfigError: shared memory, and an address that may be another host's.
     """
     for address in addresses:
-        if transfer.connector == "shm" and not (is_path(address) or address.startswith("fd:")):
+        if transfer.connector != "tcp" and not (is_path(address) or address.startswith("fd:")):
             raise ConfigError(
-                f"connector shm needs paths of sockets on this host, got: {address}", hint="add --connector tcp"
+                f"connector {transfer.connector} needs paths of sockets on this host, got: {address}",
+                hint="add --connector tcp",
             )
 
 
