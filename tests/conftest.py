@@ -20,6 +20,7 @@ collect_ignore = [] if find_spec("triblade._native") else list(NATIVE)
 # The CUDA kernels' sources are tested on the host, by an emulation that the system's C++ compiler builds; CI has one.
 EMULATED = ("contract/test_cuda_kernels.py", "model/test_cuda_models.py", "model/test_cuda_speculation.py")
 EMULATED += ("model/test_attention_backends.py", "model/test_linear_backends.py", "model/test_cuda_rows.py")
+EMULATED += ("contract/test_placed_rows.py",)
 collect_ignore += [] if which("g++") else list(EMULATED)
 
 # What needs a GPU runs where one is, with a CUDA build of torch (which brings cuda-bindings along).

@@ -95,6 +95,7 @@ CONNECTORS = Registry(
         "local": "triblade.disagg.links:LocalConnector",
         "shm": "triblade.disagg.sockets:UnixConnector",
         "tcp": "triblade.disagg.sockets:TcpConnector",
+        "cuda-ipc": "triblade.disagg.cuda_ipc:CudaIpcConnector",
     },
 )
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from shutil import which
 from typing import Any
 
 import pytest
 import torch
-from disaggregated import pair
+from disaggregated import PLACED, pair
 from tiny import prompt, tiny_model
 from tiny_engine import DictionaryCheckpoint, open_tiny, tiny_llm
 
@@ -22,7 +23,7 @@ from triblade.models.loader import OpenModel
 from triblade.registry import CONNECTORS
 from triblade.sampling_params import SamplingParams
 
-ALL = sorted(CONNECTORS)
+ALL = [*sorted(CONNECTORS), *([PLACED] if which("g++") else [])]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 IDS = prompt(57, seed=21)
 # Small messages: a prompt of 57 tokens is fourteen chunks, so there is a middle to break.
@@ -56,7 +57,7 @@ class Fault:
 
 def damaged(_: Link, rows: Rows) -> list[Message]:
     """One bit is wrong."""
-    if rows.blocks:
+    if rows.blocks or rows.is_placed:
         return [replace(rows, checksum=rows.checksum ^ 1)]
     payload = bytearray(rows.payload)
     payload[len(payload) // 2] ^= 4

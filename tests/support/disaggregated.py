@@ -11,11 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from emulated_device import EmulatedIpcConnector
 from tiny_engine import tiny_llm
 
 from triblade.config import EngineConfig, TransferConfig
+from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Connector, Link, Listener, Receiver
+from triblade.disagg.placed_rows import row_memory_of
 from triblade.disagg.prefill import PrefillService
 from triblade.disagg.remote import connect_prefill
 from triblade.disagg.shared_rows import SharedPool
@@ -28,6 +31,7 @@ from triblade.registry import CONNECTORS
 from triblade.sampling_params import SamplingParams
 
 PATIENCE_S = 20.0
+PLACED = "placed"  # rows are written into the other worker's pool, by an emulated device
 
 
 class Pair:
@@ -59,7 +63,12 @@ class Pair:
         self.engine = tiny_llm(model, **options).engine
         if prepare is not None:
             prepare(self.engine)
-        self.prefill = PrefillService(self.prefill_engine, self.config, self.pool)
+        self.prefill = PrefillService(
+            self.prefill_engine,
+            self.config,
+            self.pool,
+            row_memory_of(connector, self.prefill_engine.runner.executor.cache.pool),
+        )
         self.listener = connector.listen(address, self.prefill.accept)
         self.client = LocalClient(self.engine)
         self.remote, self.fetcher = connect_prefill(
@@ -107,7 +116,7 @@ class Pair:
             return tiny_llm(model, **options).engine
         settings: dict[str, Any] = {"deterministic": True, "block_size": 4, "num_kv_blocks": 128, "device": "cpu"}
         config = EngineConfig(model=model.name, **{**settings, **options})
-        return assemble(config, model, torch.device("cpu"), self._make_pool)
+        return assemble(config, model, torch.device(config.device), self._make_pool)
 
     def _make_pool(self, num_blocks: int, row_bytes: int) -> torch.Tensor:
         self.pool = SharedPool(num_blocks, row_bytes)
@@ -129,8 +138,8 @@ def pair(
     `way` takes the place of the connector of that name.
     """
     with TemporaryDirectory() as folder:
-        address = {"local": "prefill", "tcp": "127.0.0.1:0", "shm": str(Path(folder, "p"))}[connector]
-        way = way or CONNECTORS[connector]()
+        way = way or (EmulatedIpcConnector() if connector == PLACED else CONNECTORS[connector]())
+        address = {"local": "prefill", "tcp": "127.0.0.1:0"}.get(connector, str(Path(folder, "p")))
         made = Pair(model, way if change is None else Disturbed(way, change), address, **options)
         try:
             made.eventually(lambda: bool(made.fetcher.refusals) if refused else made.fetcher.num_ready == 1)
@@ -155,6 +164,9 @@ class Disturbed:
         start = link.start
         link.start = lambda receiver: start(_Changing(receiver, self._change))  # type: ignore[method-assign]
         return link
+
+    def row_memory(self, pool: torch.Tensor) -> RowMemory | None:
+        return self._inner.row_memory(pool)
 
 
 class _Changing:

@@ -1,4 +1,5 @@
-"""CUDA kernels on a host processor: their own sources, compiled by the system's C++ compiler against an emulation."""
+"""CUDA kernels on a host processor: their own sources, compiled by the system's C++ compiler against an emulation; and workers
+whose pools lie in one process, as devices that write into each other's memory."""
 
 from __future__ import annotations
 
@@ -6,14 +7,21 @@ import ctypes
 import hashlib
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
+from triblade.disagg.cuda_ipc import Offer
+from triblade.disagg.sockets import TcpConnector
+from triblade.errors import UnsupportedError
 from triblade.ops.cuda.device import Grid, source_text
+from triblade.ops.cuda.rows import RowKernels
 
 HEADER = Path(__file__).with_name("cuda_emulation.h")
 KERNEL = re.compile(r"^KERNEL\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", re.MULTILINE)
@@ -66,3 +74,56 @@ class EmulatedDevice:
     def gather(self, run: Callable[[], None]) -> int:
         """Kernels are compiled when they are launched."""
         return 0
+
+
+@cache
+def _device() -> tuple[EmulatedDevice, TemporaryDirectory[str]]:
+    folder = TemporaryDirectory()
+    return EmulatedDevice(Path(folder.name)), folder
+
+
+class EmulatedMemory:
+    """Implements `disagg.cuda_ipc.RowMemory` within a process; steps are done when they return, and one launch runs at a time."""
+
+    one_at_a_time = threading.Lock()
+
+    def __init__(self, connector: EmulatedIpcConnector) -> None:
+        self._connector = connector
+
+    def offer(self, memory: Tensor) -> Offer:
+        return Offer(handle="", offset=0, size=memory.nbytes, process=0, address=memory.data_ptr())
+
+    def open(self, offer: Offer) -> int:
+        if (reason := self._connector.why_closed) is not None:
+            raise UnsupportedError(reason)
+        self._connector.num_open += 1
+        return offer.address
+
+    def close(self, offer: Offer, address: int) -> None:
+        assert offer.address == address
+        self._connector.num_open -= 1
+
+    def kernels(self, pool: Tensor) -> RowKernels:
+        return RowKernels(_device()[0], pool)
+
+    def mark(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self, mark: object) -> None:
+        """Nothing to wait for."""
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        with self.one_at_a_time:
+            yield
+
+
+class EmulatedIpcConnector(TcpConnector):
+    """Links over Unix sockets, and pools that are open to each other (or not, if there is a reason)."""
+
+    def __init__(self, why_closed: str | None = None) -> None:
+        self.why_closed = why_closed
+        self.num_open = 0  # pieces of memory
+
+    def row_memory(self, pool: Tensor) -> EmulatedMemory:
+        return EmulatedMemory(self)

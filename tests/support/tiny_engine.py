@@ -84,7 +84,7 @@ def tiny_llm(model: OpenModel, **options: Any) -> LLM:
         **options,
     }
     config = EngineConfig(model=model.name, **settings)
-    return LLM.from_engine(assemble(config, model, torch.device("cpu")))
+    return LLM.from_engine(assemble(config, model, torch.device(settings["device"])))
 
 
 def plain_decoder(model: OpenModel) -> Decoder:

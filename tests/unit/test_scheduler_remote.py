@@ -153,6 +153,24 @@ def test_blocks_that_are_kept_are_released_by_their_keeper() -> None:
     engine.pool.check()
 
 
+def test_blocks_that_come_back_in_a_moment_are_waited_for() -> None:
+    """Nobody loses blocks, or ends, for want of those that a peer of a dropped request may still be writing into."""
+    engine = FakeEngine(4)
+    request = engine.request(prompt(4), max_tokens=6)
+    engine.step()
+    dropped = engine.pool.allocate(3)
+    engine.scheduler.num_returning_blocks = 3
+    for _ in range(3):
+        output = engine.scheduler.schedule()
+        assert (output.scheduled, output.preempted, output.starved) == ([], [], [])
+    assert request.status is Status.RUNNING
+    assert len(request.output_token_ids) == 1
+    engine.pool.release(dropped)
+    engine.scheduler.num_returning_blocks = 0
+    engine.run()
+    assert request.output_token_ids == expected_output(prompt(4), 6)
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), num_blocks=st.integers(8, 24))
 def test_whatever_happens_every_request_gets_its_own_tokens(seed: int, num_blocks: int) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from triblade.config.checks import require_address, require_at_least, require_positive
 from triblade.errors import ConfigError
 
-ConnectorName = Literal["shm", "tcp"]
+ConnectorName = Literal["shm", "tcp", "cuda-ipc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class TransferConfig:
     """How KV rows come from prefill workers, and when they do."""
 
     connector: ConnectorName = "shm"
-    """Between workers: `shm` shares the memory of the rows on one host, `tcp` sends them."""
+    """Between workers: `shm` shares the memory of the rows on one host, `tcp` sends them, `cuda-ipc` writes them from GPU to GPU of
+    one host."""
 
     wire_codec: str = "raw"
     """How rows are encoded on their way: `raw` as they are (equal KV dtype and backend on both sides), or a compressing codec."""

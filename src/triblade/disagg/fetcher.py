@@ -3,12 +3,14 @@
 Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
 much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
 is told exactly once, whatever happens: the peer's word, its loss, silence for `timeout_s`, or a link so slow that the rest would
-take longer than that; a cancelled one ends without a word.
+take longer than that; a cancelled one ends without a word, but for `Settled` where it named blocks that the peer may have been
+writing into.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triblade.disagg.frames import Message
+from triblade.disagg.kv_connector import Arrival, Settled
 from triblade.disagg.links import Connector, Link
 from triblade.disagg.pace import Pace
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
@@ -31,45 +34,14 @@ REDIAL_REFUSED_S = 60.0
 SILENCE_S = 10.0  # prefill workers say how busy they are much more often
 TURNS = 2  # messages that everybody else may have before the next one of a transfer that is late
 SLOW_S, SLOW_SHARE = 1.0, 0.8  # a transfer that took so long, and in most of that time waited for the link, was slow
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Rows or an end; rows by reference lie in the pool of `link`'s peer."""
-
-    message: Rows | End
-    link: Link | None = None
-
-
-class KVConnector(Protocol):
-    """Where a decode engine gets rows from."""
-
-    def accepts(self, num_tokens: int) -> bool:
-        """Whether somebody is there and not too busy to compute so many tokens."""
-        ...
-
-    def fetch(self, request: Fetch) -> None:
-        """Ask for rows; what comes of it is told by `poll`."""
-        ...
-
-    def cancel(self, transfer: int) -> None:
-        """Nothing of this transfer is wanted any more, or it is over."""
-        ...
-
-    def poll(self) -> Arrival | None:
-        """What came, in order."""
-        ...
-
-    def close(self) -> None:
-        """Leave all peers."""
-        ...
+SETTLE_S = 1.0  # after the loss of a prefill worker, until none of its writes can be under way; the last one takes milliseconds
 
 
 class Terms(Protocol):
     """What a decode worker asks of its peers."""
 
-    def hello(self) -> Hello:
-        """What it says of itself."""
+    def hello(self, link: Link) -> Hello:
+        """What it says of itself over a link."""
         ...
 
     def check(self, link: Link, hello: Hello) -> None:
@@ -96,7 +68,9 @@ class _Open:
     last_s: float  # when its last row came
     begin_receiving_s: float  # the link's, then
     seen_messages: int  # the peer's, when its last row came
+    names_blocks: bool
     is_over: bool = False  # its end was told
+    settles_s: float = math.inf  # when nobody can be writing any more
 
 
 class Fetcher:
@@ -131,6 +105,7 @@ class Fetcher:
         self._lock = threading.RLock()
         self._peers = [_Peer(self, address) for address in addresses]
         self._open: dict[int, _Open] = {}
+        self._settling: dict[int, _Open] = {}  # cancelled, but perhaps being written
         self._arrivals: deque[Arrival] = deque()
         self.num_slow = 0
         self._closed = threading.Event()
@@ -170,7 +145,14 @@ class Fetcher:
             peer.own_tokens += tokens
             now = time.monotonic()
             self._open[request.transfer] = _Open(
-                peer, request.attempt, tokens, now, now, peer.receiving_s, peer.num_messages
+                peer=peer,
+                attempt=request.attempt,
+                left_tokens=tokens,
+                begin_s=now,
+                last_s=now,
+                begin_receiving_s=peer.receiving_s,
+                seen_messages=peer.num_messages,
+                names_blocks=bool(request.blocks),
             )
         peer.send(request)
 
@@ -178,6 +160,14 @@ class Fetcher:
         """See `KVConnector`."""
         with self._lock:
             found = self._forget(transfer)
+            if found is not None and found.names_blocks:
+                self._settling[transfer] = found
+                found.last_s = time.monotonic()
+                if not found.peer.places:
+                    found.settles_s = 0.0
+            elif found is None and transfer not in self._settling:
+                self._tell(Arrival(Settled(transfer)))  # nobody was asked
+            self._settle(time.monotonic())
         if found is not None:
             self._note_slowness(found)
             found.peer.send(Cancel(transfer=transfer, attempt=found.attempt))
@@ -199,11 +189,15 @@ class Fetcher:
     def arrived(self, peer: _Peer, link: Link, message: Rows | End) -> None:
         """A peer sent rows or an end."""
         with self._lock:
+            settling = self._settling.get(message.transfer)
+            if settling is not None and isinstance(message, End) and settling.peer is peer:
+                settling.settles_s = 0.0
+                self._settle(time.monotonic())
             found = self._open.get(message.transfer)
             if found is None or found.is_over or found.peer is not peer or found.attempt != message.attempt:
                 return  # late, or twice
             if isinstance(message, End):
-                found.is_over = True
+                found.is_over, found.settles_s = True, 0.0
             else:
                 count = min(found.left_tokens, message.num_tokens)
                 found.left_tokens -= count
@@ -219,6 +213,10 @@ class Fetcher:
     def lost(self, peer: _Peer, reason: str) -> None:
         """A peer is gone: so are its transfers."""
         with self._lock:
+            settles_s = time.monotonic() + SETTLE_S
+            for found in (*self._open.values(), *self._settling.values()):
+                if found.peer is peer:
+                    found.settles_s = min(found.settles_s, settles_s)
             self._end_where(lambda found: found.peer is peer, f"prefill worker lost: {reason}")
 
     def _least_busy(self) -> _Peer | None:
@@ -229,6 +227,11 @@ class Fetcher:
         if found is not None:
             found.peer.own_tokens -= found.left_tokens
         return found
+
+    def _settle(self, now: float) -> None:
+        for transfer in [number for number, found in self._settling.items() if found.settles_s <= now]:
+            del self._settling[transfer]
+            self._tell(Arrival(Settled(transfer)))
 
     def _end_where(self, is_over: Callable[[_Open], bool], reason: str) -> None:
         for transfer, found in self._open.items():
@@ -266,6 +269,14 @@ class Fetcher:
                 peer.tend(self._connector, now)
             with self._lock:
                 self._end_where(lambda found: self._is_late(found, now), f"no rows for {self._timeout_s:g} s")  # noqa: B023
+                self._settle(now)
+                silent = {
+                    f.peer
+                    for f in self._settling.values()
+                    if f.last_s + self._timeout_s < now and f.settles_s == math.inf
+                }
+            for peer in silent:
+                peer.hang_up(f"it has not said for {self._timeout_s:g} s whether it still writes rows")
 
 
 class _Peer:
@@ -276,6 +287,7 @@ class _Peer:
         self.state = State(backlog_tokens=0)
         self.own_tokens = 0  # asked for and not come
         self.is_ready = False
+        self.places = False  # rows, where they belong
         self.refusal: str | None = None
         self.pace = Pace(time.monotonic())
         self.num_messages = 0  # with rows
@@ -321,13 +333,19 @@ class _Peer:
             link.close()
             link.join()
 
+    def hang_up(self, reason: str) -> None:
+        """Break the link, to dial again."""
+        link = self._link
+        if link is not None:
+            log.warning("prefill worker %s: %s", self.address, reason)
+            link.close()
+
     def tend(self, connector: Connector, now: float) -> None:
         """Dial when it is time; hang up on who is silent."""
         if self._link is not None:
             self.pace.look(self._link.traffic, now)
             if now - max(self._last_word_s, self.pace.moved_s) > SILENCE_S:
-                log.warning("prefill worker %s has been silent for %g s", self.address, SILENCE_S)
-                self._link.close()
+                self.hang_up(f"silent for {SILENCE_S:g} s")
             return
         if now < self._next_dial_s:
             return
@@ -340,7 +358,7 @@ class _Peer:
         self._link, self._last_word_s = link, now
         self.pace, self._warned_of_slowness = Pace(now), False
         link.start(self)
-        link.send(self._fetcher.terms.hello())
+        link.send(self._fetcher.terms.hello(link))
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
@@ -380,7 +398,11 @@ class _Peer:
             link.send(Refusal(reason=error.message))
             self._refused(link, error.message)
             return
-        self.refusal, self.is_ready = None, True
+        if message.places_not:
+            log.warning(
+                "prefill worker %s sends its rows instead of placing them: %s", self.address, message.places_not
+            )
+        self.refusal, self.places, self.is_ready = None, message.places, True
         log.info("prefill worker %s is ready", self.address)
 
     def _refused(self, link: Link, reason: str) -> None:

@@ -50,12 +50,18 @@ def why_not(prefill: KVLayout, decode: KVLayout, prefill_codec: str, decode_code
 
 def canary(cache: KVCache, codec: WireCodec) -> bytes:
     """The canary row of a worker with such a cache, encoded."""
-    own, block_size = _one_block(cache), cache.layout.block_size
+    block_size = cache.layout.block_size
+    return codec.encode(canary_block(cache), [0], WireSpan(0, block_size, block_size))
+
+
+def canary_block(cache: KVCache) -> KVCache:
+    """A cache of one block, the canary."""
+    own, block_size = one_block(cache), cache.layout.block_size
     slots = torch.arange(block_size, device=own.pool.device)
     for part, group in _parts(own):
         for layer in range(group.num_layers):
             part.write(layer, slots, *_known(layer, block_size, group, own))
-    return codec.encode(own, [0], WireSpan(0, block_size, block_size))
+    return own
 
 
 class Decodes(Protocol):
@@ -70,11 +76,19 @@ def check_canary(cache: KVCache, codec: Decodes, payload: bytes | memoryview) ->
     """Raises:
     WireError: the canary does not read as what was written, naming the layer.
     """
-    own, block_size = _one_block(cache), cache.layout.block_size
+    own, block_size = one_block(cache), cache.layout.block_size
     codec.decode(own, [0], WireSpan(0, block_size, block_size), payload)
+    compare_canary(own)
+
+
+def compare_canary(own: KVCache) -> None:
+    """Raises:
+    WireError: the one block of this cache does not read as the canary.
+    """
+    block_size = own.layout.block_size
     table = torch.zeros(1, 1, dtype=torch.long, device=own.pool.device)
-    for layer in range(cache.layout.num_layers):
-        known = _known(layer, block_size, cache.layout.target, own)
+    for layer in range(own.layout.num_layers):
+        known = _known(layer, block_size, own.layout.target, own)
         for name, expected, found in zip(("keys", "values"), known, own.read(layer, table), strict=True):
             worst = float((found[0].float() - expected.float()).abs().max())
             if not worst <= TOLERANCE:
@@ -83,7 +97,8 @@ def check_canary(cache: KVCache, codec: Decodes, payload: bytes | memoryview) ->
                 )
 
 
-def _one_block(cache: KVCache) -> KVCache:
+def one_block(cache: KVCache) -> KVCache:
+    """A cache of one empty block, of the same kind."""
     return KVCache(cache.layout, 1, cache.dtype, cache.pool.device)
 
 

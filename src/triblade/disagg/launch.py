@@ -91,7 +91,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
             addresses += topology.prefill_address
-            process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector == "shm")
+            process = WorkerProcess(role, number, by_path=role == "decode" or deployment.transfer.connector != "tcp")
             worker = WorkerConfig(
                 role=role,
                 address=process.inherited,

@@ -11,9 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from triblade.disagg.frames import Message
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from triblade.disagg.cuda_ipc import RowMemory
 
 
 class Receiver(Protocol):
@@ -99,6 +104,14 @@ class Connector(Protocol):
 
         Raises:
             OSError: nobody is there.
+        """
+        ...
+
+    def row_memory(self, pool: Tensor) -> RowMemory | None:
+        """How rows get from device to device, where they do not go over the links.
+
+        Raises:
+            UnsupportedError: this machine lacks something for it.
         """
         ...
 
@@ -192,6 +205,9 @@ class LocalConnector:
         ours, theirs = LocalLink.pair(address, "local")
         accept(theirs)
         return ours
+
+    def row_memory(self, pool: Tensor) -> None:
+        """See `Connector`."""
 
 
 class _LocalListener:

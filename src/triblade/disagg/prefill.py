@@ -3,8 +3,9 @@
 Life of a job: Fetch -> a request over all tokens but the last, which samples none -> after every step its finished blocks go out
 as Rows, while the next chunk is computed -> the last ones and End -> its blocks are released. Rows by value are copies, so they
 owe nobody anything; rows by reference are leased: their blocks are retained until the reader has `Taken` them, or the lease
-expires. What a peer does not take is not encoded either, and jobs take turns, the one that waited longest first. A job that makes
-no progress for as long as a lease is given up, on a link that moves no byte; a slow link gets smaller messages instead.
+expires. Rows that are placed (`disagg.placed_rows`) are leased to the own writer, and the End waits for it, also after a Cancel.
+What a peer does not take is not encoded either, and jobs take turns, the one that waited longest first. A job that makes no
+progress for as long as a lease is given up, on a link that moves no byte; a slow link gets smaller messages instead.
 
 One thread owns the engine; links only put what they hear into its inbox. Invariant: every Fetch ends in exactly one End, unless
 it was cancelled or its link is gone, and then nothing of it is left.
@@ -17,16 +18,18 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
-from triblade.disagg.codecs import RequestWire, Sender
+from triblade.disagg.codecs import Sender
+from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import canary, described, layout_from, why_not
 from triblade.disagg.links import Link
 from triblade.disagg.pace import Window
+from triblade.disagg.placed_rows import RowWriter, Write
+from triblade.disagg.prefill_jobs import Job, Lease, Reader
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table, Taken
 from triblade.engine.engine import Engine
@@ -44,46 +47,10 @@ STATE_INTERVAL_S = 0.25
 GRACE_S = 1.0  # between the end of a lease as the reader knows it and the reuse of its blocks
 LEAST_CHUNK_TOKENS = 16
 MAX_FAULTS_IN_A_ROW = 3
+NO_WAY = "the prefill worker has no way to"
 COMPUTE_ONLY = SamplingParams(max_tokens=0, temperature=0.0)
 
 Heard = tuple[Link, Message | None]  # None: the link is lost; a message without a link: look around
-
-
-@dataclass(slots=True)
-class _Lease:
-    """Blocks that a peer reads."""
-
-    stop: int  # tokens of the request that end there
-    blocks: list[int]
-    expires_s: float
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Who gets rows over a link."""
-
-    sender: Sender
-    by_reference: bool
-    window: Window
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A transfer as the prefill worker sees it."""
-
-    link: Link
-    fetch: Fetch
-    request: Request
-    stop: int  # tokens to compute
-    sent: int  # tokens whose rows are with the peer
-    progress_s: float
-    wire: RequestWire
-    leases: deque[_Lease] = field(default_factory=deque)
-    has_ended: bool = False  # its End is sent; only leases are left
-
-    @property
-    def key(self) -> tuple[Link, int, int]:
-        return (self.link, self.fetch.transfer, self.fetch.attempt)
 
 
 class PrefillService:
@@ -93,18 +60,26 @@ class PrefillService:
         engine: computes.
         config: codec and leases.
         pool: the memory of the engine's rows, if readers may have it.
+        memory: how rows get into the pools of decode workers, if they do.
     """
 
-    def __init__(self, engine: Engine, config: TransferConfig, pool: SharedPool | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: TransferConfig,
+        pool: SharedPool | None = None,
+        memory: RowMemory | None = None,
+    ) -> None:
         self.engine = engine
         self._cache = engine.runner.executor.cache
         self._config = config
         Sender(config, self._cache.layout, self._cache.layout)  # fails now where it would with every peer
         self._pool = pool if config.wire_codec == "raw" else None
+        self._writer = None if memory is None else RowWriter(self._cache, config.wire_codec, memory, self.received)
         self._lease_s = config.lease_s
         self._inbox: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
-        self._links: dict[Link, _Reader] = {}  # greeted ones
-        self._jobs: dict[tuple[Link, int, int], _Job] = {}
+        self._links: dict[Link, Reader] = {}  # greeted ones
+        self._jobs: dict[tuple[Link, int, int], Job] = {}
         self._state = State(backlog_tokens=0)
         self._num_expired = self._num_faults = 0
         self._next_state_s = 0.0
@@ -128,6 +103,8 @@ class PrefillService:
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
+        if isinstance(message, Cancel):
+            self._stop_placing(link, message.transfer)
         self._inbox.put((link, message))
 
     def writable(self, link: Link) -> None:
@@ -137,11 +114,20 @@ class PrefillService:
     def lost(self, link: Link, reason: str) -> None:
         """See `links.Receiver`."""
         log.info("decode worker %s left: %s", link.peer, reason)
+        self._stop_placing(link)
         self._inbox.put((link, None))
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
         self._closing()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _stop_placing(self, link: Link, transfer: int | None = None) -> None:
+        """At once, not after the step: of one transfer, or of a link that is lost."""
+        for job in list(self._jobs.values()):
+            if job.ticket is not None and job.link is link and transfer in (None, job.fetch.transfer):
+                job.ticket.is_wanted = False
 
     def _run(self) -> None:
         while self._is_open:
@@ -198,9 +184,12 @@ class PrefillService:
             link.send(Refusal(reason=error.message))
             link.close()
             return
-        pool = self._pool if hello.by_reference else None
-        reader = self._links[link] = _Reader(
-            Sender(self._config, layout, theirs), pool is not None, Window(time.monotonic())
+        target, why_not_placed = None, NO_WAY
+        if self._writer is not None:
+            target, why_not_placed = self._writer.try_open(link, hello, theirs)
+        pool = self._pool if hello.by_reference and target is None else None
+        reader = self._links[link] = Reader(
+            Sender(self._config, layout, theirs), pool is not None, Window(time.monotonic()), target
         )
         if (table := reader.sender.table) is not None:
             link.send(Table(payload=table))
@@ -210,6 +199,8 @@ class PrefillService:
             codec=codec,
             by_reference=reader.by_reference,
             num_blocks=self._cache.num_blocks,
+            places=target is not None,
+            places_not="" if hello.memory is None else why_not_placed,
             payload=canary(self._cache, reader.sender.codec),
         )
         link.send(answer, file=None if pool is None else pool.file)
@@ -221,12 +212,14 @@ class PrefillService:
             if not 0 <= fetch.first_token < len(tokens) or fetch.first_token % self.engine.scheduler.block_size:
                 raise WireError(f"no rows to compute from token {fetch.first_token} of {len(tokens)}")
             label = f"transfer-{fetch.transfer}"
+            target, block_size = self._links[link].target, self.engine.scheduler.block_size
+            ticket = None if target is None else target.ticket(fetch, len(tokens), block_size)
             (request,) = self.engine.prepare(tokens, COMPUTE_ONLY, request_id=label, priority=fetch.priority)
         except TribladeError as error:
             link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
             return
         wire = self._links[link].sender.request()
-        job = _Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), wire)
+        job = Job(link, fetch, request, len(tokens), fetch.first_token, time.monotonic(), wire, ticket)
         if job.key in self._jobs:
             return  # twice
         request.keeps_blocks = True
@@ -268,7 +261,7 @@ class PrefillService:
         while waiting:
             waiting = [job for job in waiting if self._publish_some(job)]
 
-    def _publish_some(self, job: _Job) -> bool:
+    def _publish_some(self, job: Job) -> bool:
         """The next rows, behind the last ones the End; False if there are none, or the link has enough."""
         block_size = self.engine.scheduler.block_size
         done = min(job.request.num_computed_tokens, job.stop)
@@ -277,7 +270,8 @@ class PrefillService:
             done = (done if filled is None else min(done, filled)) // block_size * block_size
         if job.sent >= done or job.link.unsent_bytes >= self._links[job.link].window.limit_bytes:
             return False
-        self._send(job, min(self._message_tokens(job.link), done - job.sent))
+        most = done - job.sent
+        self._send(job, most if job.ticket is not None else min(self._message_tokens(job.link), most))
         if job.sent == job.stop:
             self._end(job, None)
         return not job.has_ended
@@ -289,18 +283,18 @@ class PrefillService:
         most = ROWS_TOKENS // block_size if reader.by_reference else min(ROWS_TOKENS // block_size, window_blocks)
         return max(1, most) * block_size
 
-    def _send(self, job: _Job, num_tokens: int) -> None:
-        """The next rows, as a copy or as a reference."""
+    def _send(self, job: Job, num_tokens: int) -> None:
+        """The next rows, as a copy, as a reference, or to where they belong."""
         block_size = self.engine.scheduler.block_size
         first, now = job.sent, time.monotonic()
         blocks = job.request.block_table[first // block_size : -(-(first + num_tokens) // block_size)].tolist()
         span = WireSpan(first, num_tokens, job.stop + 1)
-        by_reference = self._links[job.link].by_reference
-        lease = _Lease(first + num_tokens, blocks, now + self._lease_s)
-        if by_reference:
+        by_reference, is_placed = self._links[job.link].by_reference, job.ticket is not None
+        lease = Lease(first + num_tokens, blocks, now + self._lease_s)
+        if by_reference or is_placed:
             self.engine.pool.retain(blocks)
             job.leases.append(lease)
-        payload = b"" if by_reference else job.wire.encode(self._cache, blocks, span)
+        payload = b"" if by_reference or is_placed else job.wire.encode(self._cache, blocks, span)
         rows = Rows(
             transfer=job.fetch.transfer,
             attempt=job.fetch.attempt,
@@ -313,16 +307,20 @@ class PrefillService:
             expires_s=lease.expires_s if by_reference else 0.0,
             queue_s=_queued_s(job.request),
             errors=job.wire.errors,
+            is_placed=is_placed,
             payload=payload,
         )
-        job.link.send(rows)
+        if job.ticket is not None and self._writer is not None:
+            self._writer.put(Write(job.link, job.ticket, rows, blocks, self._writer.mark()))
+        else:
+            job.link.send(rows)
         job.sent, job.progress_s = lease.stop, now
 
     def _num_filled(self, request: Request) -> int | None:
         speculator = self.engine.speculator
         return None if speculator is None else speculator.num_filled(request)
 
-    def _taken(self, job: _Job | None, stop: int) -> None:
+    def _taken(self, job: Job | None, stop: int) -> None:
         if job is None:
             return
         job.progress_s = time.monotonic()
@@ -330,23 +328,34 @@ class PrefillService:
             self.engine.pool.release(job.leases.popleft().blocks)
         if job.has_ended and not job.leases:
             del self._jobs[job.key]
+            if job.ticket is not None and job.ticket.end is not None:
+                job.link.send(job.ticket.end)
 
-    def _end(self, job: _Job, error: str | None) -> None:
+    def _end(self, job: Job, error: str | None) -> None:
         """Tell the peer; the request's own blocks are not needed any more."""
-        job.link.send(End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error))
+        end = End(transfer=job.fetch.transfer, attempt=job.fetch.attempt, error=error)
+        if job.ticket is not None and job.leases:
+            job.ticket.end = end
+        else:
+            job.link.send(end)
         job.has_ended = True
         self.engine.let_go(job.request)
         if not job.leases:
             del self._jobs[job.key]
 
-    def _give_up(self, job: _Job, reason: str) -> None:
+    def _give_up(self, job: Job, reason: str) -> None:
         log.warning("%s of %s: %s", job.request.request_id, job.link.peer, reason)
         if not job.has_ended:
             self._end(job, reason)
         self._forget(job)
 
-    def _forget(self, job: _Job | None) -> None:
-        """Leave nothing of a job; its peer knows, or is gone."""
+    def _forget(self, job: Job | None) -> None:
+        """Leave nothing of a job; its peer knows, or is gone. What is being placed is waited for."""
+        if job is not None and job.ticket is not None:
+            job.ticket.is_wanted = False
+            if not job.has_ended:
+                self._end(job, "cancelled")
+            return
         if job is None or self._jobs.pop(job.key, None) is None:
             return
         if not job.has_ended:
@@ -356,13 +365,17 @@ class PrefillService:
         job.leases.clear()
 
     def _forget_link(self, link: Link) -> None:
-        self._links.pop(link, None)
+        reader = self._links.pop(link, None)
         for job in [job for job in self._jobs.values() if job.link is link]:
             self._forget(job)
+        if reader is not None and reader.target is not None and self._writer is not None:
+            self._writer.leave(reader.target)
 
     def _tend(self, now: float) -> None:
         """Leases that expired, and a sign of life for everybody."""
         for job in list(self._jobs.values()):
+            if job.ticket is not None:
+                continue  # its writer takes them
             moved_s = max(job.progress_s, self._links[job.link].window.moved_s)
             is_stuck = job.request.is_finished and now > moved_s + self._lease_s + GRACE_S
             if is_stuck or (job.leases and now > job.leases[0].expires_s + GRACE_S):
@@ -376,7 +389,7 @@ class PrefillService:
                 link.send(replace(self._state, num_fallbacks=reader.sender.num_fallbacks))
                 self._refresh(link, reader)
 
-    def _refresh(self, link: Link, reader: _Reader) -> None:
+    def _refresh(self, link: Link, reader: Reader) -> None:
         """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
         if not self.engine.has_work and reader.sender.refresh(lambda table: link.send(Table(payload=table))):
             log.info("KV rows for decode worker %s have a new table", link.peer)

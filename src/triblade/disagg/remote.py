@@ -2,9 +2,10 @@
 steps.
 
 Life of a fetched request: the scheduler gave it blocks and asks `wants` -> `begin` sends a Fetch -> rows come, in order, and are
-decoded into its blocks by the engine's thread -> all there, or no more will come: `Scheduler.arrived` with the tokens that lie
-side by side from the beginning, and the engine computes the rest. Everything here runs in the engine's thread, so a dropped
-request's blocks are free at once: whatever still comes for it finds no transfer. Knows no transport.
+decoded into its blocks by the engine's thread, or checked where a peer placed them -> all there, or no more will come:
+`Scheduler.arrived` with the tokens that lie side by side from the beginning, and the engine computes the rest. Everything here
+runs in the engine's thread, so a dropped request's blocks are free at once: whatever still comes for it finds no transfer. Only
+blocks that a peer may be writing into are held until it is known that nobody does. Knows no transport.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from torch import Tensor
 from triblade.config import TransferConfig
 from triblade.disagg import shared_rows
 from triblade.disagg.codecs import Receiver
-from triblade.disagg.fetcher import Arrival, Fetcher, KVConnector
+from triblade.disagg.cuda_ipc import RowMemory
+from triblade.disagg.fetcher import Fetcher
 from triblade.disagg.identity import check_canary, described, layout_from, why_not
+from triblade.disagg.kv_connector import Arrival, KVConnector, Settled
 from triblade.disagg.links import Connector, Link
+from triblade.disagg.placed_rows import placed_rows, row_memory_of
 from triblade.disagg.wire import End, Fetch, Hello, Rows, Table, Taken, token_payload
 from triblade.engine.engine import Engine
 from triblade.engine.request import Request
@@ -50,6 +54,7 @@ class _Transfer:
     wire_bytes: int = 0
     queue_s: float = 0.0
     errors: tuple[float, ...] = ()
+    error: str | None = None  # it is over, but its blocks may be being written
 
 
 class RowTerms:
@@ -57,20 +62,28 @@ class RowTerms:
 
     Attributes:
         sources: pools of peers whose rows are read where they are.
+        placed: how peers write into this pool themselves, if they may.
         same_drafter: links of peers whose drafter, if any, is that of this side.
     """
 
-    def __init__(self, cache: KVCache, codec: str, *, by_reference: bool) -> None:
+    def __init__(self, cache: KVCache, codec: str, *, by_reference: bool, memory: RowMemory | None = None) -> None:
+        self.placed = placed_rows(cache, codec, memory)
         self.sources: weakref.WeakKeyDictionary[Link, Tensor] = weakref.WeakKeyDictionary()
         self.same_drafter: weakref.WeakSet[Link] = weakref.WeakSet()
         self._receivers: weakref.WeakKeyDictionary[Link, Receiver] = weakref.WeakKeyDictionary()
         self._cache, self._codec = cache, codec
         self._by_reference = by_reference and codec == "raw" and cache.pool.device.type == "cpu"
 
-    def hello(self) -> Hello:
+    def hello(self, link: Link) -> Hello:
         """See `fetcher.Terms`."""
-        layout = described(self._cache.layout)
-        return Hello(role="decode", layout=layout, codec=self._codec, by_reference=self._by_reference)
+        return Hello(
+            role="decode",
+            layout=described(self._cache.layout),
+            codec=self._codec,
+            by_reference=self._by_reference,
+            num_blocks=self._cache.num_blocks,
+            memory=None if self.placed is None else self.placed.offer(link),
+        )
 
     def check(self, link: Link, hello: Hello) -> None:
         """See `fetcher.Terms`."""
@@ -82,6 +95,10 @@ class RowTerms:
         check_canary(self._cache, self.receiver(link).any, hello.payload)
         if theirs.draft == layout.draft:
             self.same_drafter.add(link)
+        if hello.places:
+            if self.placed is None:
+                raise WireError("the prefill worker places its rows, and was not told where")
+            self.placed.check(link)
         if hello.by_reference:
             if link.file is None:
                 raise WireError("the prefill worker promised its rows and sent no memory")
@@ -121,6 +138,8 @@ class RemotePrefill:
         self._numbers = itertools.count()
         self._transfers: dict[int, _Transfer] = {}
         self._by_request: dict[Request, int] = {}
+        self._held: dict[int, list[int]] = {}  # blocks that peers may write into, by transfer, until it is settled
+        self._dropped = set[int]()  # of these, whose requests do not have them any more
 
     def wants(self, request: Request, num_tokens: int) -> bool:
         """See `RemoteRows`: long enough, blocks to spare, and somebody who has time."""
@@ -143,11 +162,13 @@ class RemotePrefill:
         self._by_request[request] = number
         self.counts.num_fetches += 1
         self._tell_drafter(request, ReceivedRows(first, first, request.num_tokens - 1))
+        self._hold(number, request)
         self.connector.fetch(
             Fetch(
                 transfer=number,
                 first_token=first,
                 priority=request.priority,
+                blocks=tuple(self._held.get(number, ())),
                 payload=token_payload(request.token_ids),
             )
         )
@@ -158,7 +179,19 @@ class RemotePrefill:
         number = self._by_request.pop(request)
         del self._transfers[number]
         self.counts.num_dropped += 1
+        if number in self._held:
+            self._dropped.add(number)
+            self._scheduler.num_returning_blocks += len(self._held[number])
         self.connector.cancel(number)
+
+    def _hold(self, number: int, request: Request) -> None:
+        """Keep the blocks that will be named, whatever becomes of the request."""
+        if self._terms.placed is None:
+            return
+        size = self._scheduler.block_size
+        blocks = request.block_table[request.num_computed_tokens // size : -(-(request.num_tokens - 1) // size)]
+        self._held[number] = blocks.tolist()
+        self._scheduler.pool.retain(self._held[number])
 
     def receive(self) -> None:
         """Store what came. Call it in the engine's thread between two steps."""
@@ -174,19 +207,43 @@ class RemotePrefill:
     def _take(self, arrival: Arrival) -> None:
         message = arrival.message
         transfer = self._transfers.get(message.transfer)
-        if transfer is None:
+        if isinstance(message, Settled):
+            self._settled(message.transfer)
+            return
+        if transfer is None or transfer.error is not None:
             return
         if isinstance(message, End):
-            self._finish(message.transfer, message.error)
+            if arrival.link is None:
+                self._leave(message.transfer, str(message.error))
+            else:
+                self._finish(message.transfer, message.error)
             return
         try:
             self._store(transfer, message, arrival.link)
         except (WireError, OSError) as error:
             self.counts.num_damaged += 1
-            self._finish(message.transfer, str(error))
+            self._leave(message.transfer, str(error))
             return
         if transfer.received == transfer.stop:
             self._finish(message.transfer, None)
+
+    def _leave(self, number: int, error: str) -> None:
+        """No more rows are wanted; the rest is computed here as soon as nobody else writes into these blocks."""
+        assert self.connector is not None
+        if number not in self._held:
+            self._finish(number, error)
+            return
+        self._transfers[number].error = error
+        self.connector.cancel(number)
+
+    def _settled(self, number: int) -> None:
+        blocks = self._held.pop(number, [])
+        self._scheduler.pool.release(blocks)
+        if number in self._dropped:
+            self._dropped.remove(number)
+            self._scheduler.num_returning_blocks -= len(blocks)
+        if (transfer := self._transfers.get(number)) is not None:
+            self._finish(number, transfer.error)
 
     def _store(self, transfer: _Transfer, rows: Rows, link: Link | None) -> None:
         """Rows into the blocks that were reserved for them.
@@ -207,6 +264,8 @@ class RemotePrefill:
         blocks = table[rows.first_token // block_size : -(-rows.stop // block_size)].tolist()
         if rows.blocks:
             self._copy(blocks, rows, link)
+        elif rows.is_placed:
+            self._verify(blocks, rows)
         else:
             span = WireSpan(rows.first_token, rows.num_tokens, transfer.stop + 1)
             assert link is not None, "rows came without a link"
@@ -236,6 +295,11 @@ class RemotePrefill:
         if found != rows.checksum or not shared_rows.still_stand(rows.expires_s):
             raise WireError(f"rows of tokens {rows.first_token} to {rows.stop} changed before they were read")
         link.send(Taken(transfer=rows.transfer, attempt=rows.attempt, stop=rows.stop))
+
+    def _verify(self, blocks: list[int], rows: Rows) -> None:
+        if self._terms.placed is None:
+            raise WireError("rows are said to be here, and nobody was told where")
+        self._terms.placed.verify(blocks, rows.checksum)
 
     def _finish(self, number: int, error: str | None) -> None:
         """No more rows: the request goes on with what is there."""
@@ -277,7 +341,8 @@ def connect_prefill(
         addresses: of the prefill workers.
     """
     cache = engine.runner.executor.cache
-    terms = RowTerms(cache, config.wire_codec, by_reference=connector.carries_files)
+    memory = row_memory_of(connector, cache.pool)
+    terms = RowTerms(cache, config.wire_codec, by_reference=connector.carries_files, memory=memory)
     remote = RemotePrefill(engine, config, terms, lambda: between_steps(remote.receive))
     fetcher = Fetcher(
         connector,

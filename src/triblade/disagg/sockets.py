@@ -16,11 +16,17 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triblade.disagg.frames import PREFIX_BYTES, Message, Vocabulary
 from triblade.disagg.links import Link, Listener, Receiver, Traffic
 from triblade.disagg.wire import WORKER_PROTOCOL
 from triblade.errors import ConfigError, WireError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from triblade.disagg.cuda_ipc import RowMemory
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +237,10 @@ class TcpConnector:
         """See `Connector`."""
         return SocketLink(connected(address), address)
 
+    def row_memory(self, pool: Tensor) -> RowMemory | None:
+        """See `Connector`."""
+        return None
+
 
 class UnixConnector(TcpConnector):
     """Addresses are paths of sockets. Descriptors go along, so that rows can stay where they are."""
@@ -271,7 +281,11 @@ def connected(address: str) -> socket.socket:
     if is_path(address):
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(CONNECT_TIMEOUT_S)
-        sock.connect(address)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
     else:
         host, _, port = address.rpartition(":")
         sock = socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S)

@@ -9,6 +9,7 @@ Life of a transfer, decode worker (D) on the left:
               <-  End        nothing more comes, and why if it is not all
     Taken     ->             where rows came by reference: these were copied, they may go
     Cancel    ->             forget it
+              <-  End        where rows are placed, also after Cancel: nothing is being written any more
               <-  State      every now and then: how much work waits here; also the sign of life
 
 A transfer is named by (`transfer`, `attempt`): a number that D never uses twice. What comes for a name that D does not know any
@@ -36,7 +37,10 @@ class Hello(Message):
     layout: dict[str, Any]  # fields of its KVLayout
     codec: str  # on the wire
     by_reference: bool = False  # offers, or asks for, rows by reference instead of by value
-    num_blocks: int = 0  # of the pool that references point into
+    num_blocks: int = 0  # of the pool that references point into, or rows are placed in
+    memory: dict[str, Any] | None = None  # of D: where rows may be placed, see `disagg.placed_rows`
+    places: bool = False  # of P: it will place them there
+    places_not: str = ""  # of P: why not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class Fetch(Message):
     attempt: int = 0
     first_token: int  # D has the rows before it; a multiple of the block size
     priority: int = 0
+    blocks: tuple[int, ...] = ()  # ids in D's pool, from `first_token` on, where rows may be placed
 
     @property
     def token_ids(self) -> list[int]:
@@ -91,8 +96,9 @@ class Rows(Message):
     num_prompt_tokens: int  # of the whole request, the last token included
     num_draft_tokens: int = 0  # of these tokens, leading ones whose rows have the drafter's part
     blocks: tuple[int, ...] = ()  # by reference: ids in P's pool, and no payload
-    checksum: int = 0  # of rows by reference: CRC-32
+    checksum: int = 0  # of rows by reference: CRC-32; of placed ones their sum
     expires_s: float = 0.0  # of rows by reference: until when they stand, on the host's monotonic clock
+    is_placed: bool = False  # they lie in D's pool already, and no payload
     queue_s: float = 0.0  # that the request had waited at P to be computed
     errors: tuple[
         float, ...

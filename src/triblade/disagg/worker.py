@@ -22,6 +22,7 @@ from triblade.config import EngineConfig, TransferConfig, WorkerConfig
 from triblade.disagg.client_port import ClientPort
 from triblade.disagg.fetcher import Fetcher
 from triblade.disagg.links import Connector
+from triblade.disagg.placed_rows import row_memory_of
 from triblade.disagg.prefill import LEAST_CHUNK_TOKENS, PrefillService
 from triblade.disagg.remote import RemotePrefill, connect_prefill
 from triblade.disagg.rpc import CLIENT_PROTOCOL, Welcome
@@ -64,9 +65,10 @@ def check_addresses(transfer: TransferConfig, addresses: Iterable[str]) -> None:
         ConfigError: shared memory, and an address that may be another host's.
     """
     for address in addresses:
-        if transfer.connector == "shm" and not (is_path(address) or address.startswith("fd:")):
+        if transfer.connector != "tcp" and not (is_path(address) or address.startswith("fd:")):
             raise ConfigError(
-                f"connector shm needs paths of sockets on this host, got: {address}", hint="add --connector tcp"
+                f"connector {transfer.connector} needs paths of sockets on this host, got: {address}",
+                hint="add --connector tcp",
             )
 
 
@@ -93,7 +95,8 @@ async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: T
         return pools[-1].rows
 
     built = await asyncio.to_thread(build_with_smaller_chunks, engine, make_pool if connector.carries_files else None)
-    service = PrefillService(built, transfer, pools[-1] if pools else None)
+    memory = row_memory_of(connector, built.runner.executor.cache.pool)
+    service = PrefillService(built, transfer, pools[-1] if pools else None, memory)
     listener = connector.listen(worker.address, service.accept)
     log.info("prefill worker at %s", listener.address)
     try:

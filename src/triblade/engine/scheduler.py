@@ -115,6 +115,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order
         self.receiving: list[Request] = []  # in order; their rows are computed elsewhere
         self.remote: RemoteRows | None = None
+        self.num_returning_blocks = 0  # dropped by those who received, and free as soon as nobody writes into them
         self.num_preemptions = 0
 
     @property
@@ -206,6 +207,8 @@ class Scheduler:
         """Give a running request the blocks for its next tokens, preempting later ones while none are free."""
         needed = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_table)
         while needed > self.pool.num_free:
+            if needed <= self.pool.num_free + self.num_returning_blocks:
+                return False
             if self._take_back():
                 continue
             victim = self.running[-1]

@@ -44,6 +44,8 @@ _PARTS = {
     "attention.cu": ("attend.cuh", "keys.cuh", "boxes.cuh"),
     "norm.cu": ("eights.cuh",),
     "vectors.cu": ("eights.cuh",),
+    "copy_rows.cu": ("row_sums.cuh",),
+    "quantize_rows.cu": ("row_sums.cuh",),
 }
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 

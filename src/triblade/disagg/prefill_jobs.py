@@ -1,0 +1,55 @@
+"""What a prefill worker remembers of those who get its rows: readers behind links, their transfers, and blocks that are being read.
+
+Only data; `disagg.prefill` says how it changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from triblade.disagg.codecs import RequestWire, Sender
+from triblade.disagg.links import Link
+from triblade.disagg.pace import Window
+from triblade.disagg.placed_rows import Target, Ticket
+from triblade.disagg.wire import Fetch
+from triblade.engine.request import Request
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks that a peer reads."""
+
+    stop: int  # tokens of the request that end there
+    blocks: list[int]
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Reader:
+    """Who gets rows over a link."""
+
+    sender: Sender
+    by_reference: bool
+    window: Window
+    target: Target | None  # where rows are placed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A transfer as the prefill worker sees it."""
+
+    link: Link
+    fetch: Fetch
+    request: Request
+    stop: int  # tokens to compute
+    sent: int  # tokens whose rows are with the peer
+    progress_s: float
+    wire: RequestWire
+    ticket: Ticket | None = None  # its rows are placed
+    leases: deque[Lease] = field(default_factory=deque)
+    has_ended: bool = False  # its End is sent; only leases are left
+
+    @property
+    def key(self) -> tuple[Link, int, int]:
+        return (self.link, self.fetch.transfer, self.fetch.attempt)
