@@ -235,6 +235,8 @@ class AdaptivePolicy:
 
     def plain_step_s(self, num_requests: int) -> float | None:
         """See `DraftPolicy.plain_step_s`."""
+        if self._step_cost.is_empty:
+            self._learn()
         return None if self._step_cost.is_empty else self._times().at(num_requests) * self._step_cost.level_s
 
     def _times(self) -> RowTimes:
