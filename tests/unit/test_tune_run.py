@@ -220,6 +220,7 @@ def test_the_report_shows_everything_and_needs_nothing(tmp_path: Path) -> None:
     for trial in grid:
         assert f"{trial.mean('e2el_ms'):.4g}{trial.point.placement} #{trial.number}" in seen.cells
     assert any("failed: convert ended with exit code 1" in cell for cell in seen.cells)
+    assert seen.cells.count("failed") == 3 * 4
     assert "hurts" in seen.cells
     assert any("too few to pay" in cell for cell in seen.cells)
     assert seen.links == []

@@ -31,7 +31,7 @@ STYLE = """<style>
 .matrices{display:flex;flex-wrap:wrap;gap:1.2rem 2rem}.matrices figure{margin:0}.matrices figcaption{font-weight:600}
 .matrix{border-collapse:separate;border-spacing:3px}.matrix td,.matrix th{border:0;padding:.3rem .5rem;border-radius:4px}
 .matrix td{min-width:4.2rem;text-align:center}.matrix td b{display:block;font-size:15px}.matrix small{opacity:.85}
-.matrix td.chosen{outline:2px solid var(--ink)}.scatter{max-width:480px}pre{overflow-x:auto}
+.matrix td.chosen{outline:2px solid var(--ink)}.scatter{max-width:480px}.wide td:last-child{min-width:11rem}pre{overflow-x:auto}
 .dot{fill:#0072b2}.dot.dominated{fill:none;stroke:var(--faint)}.dot.none{fill:#d55e00}
 </style>"""
 
@@ -96,14 +96,14 @@ def _matrices(report: Report) -> str:
 def _matrix(report: Report, name: str) -> str:
     """Weights (or splits, where weights are one) by length of drafts (or drafter, after a search)."""
     row_of, column_of = _axes(report)
-    rows = dict.fromkeys(row_of(trial) for trial in report.grid)
-    columns = sorted(dict.fromkeys(column_of(trial) for trial in report.grid))
+    rows = dict.fromkeys(row_of(trial) for trial in report.tried)
+    columns = sorted(dict.fromkeys(column_of(trial) for trial in report.tried))
     head = "".join(f"<th>{text(column)}</th>" for column in columns)
     lines = []
     for row in rows:
         cells = []
         for column in columns:
-            here = [trial for trial in report.grid if (row_of(trial), column_of(trial)) == (row, column)]
+            here = [trial for trial in report.tried if (row_of(trial), column_of(trial)) == (row, column)]
             cells.append(_cell(report, name, here))
         lines.append(f"<tr><th>{text(row)}</th>{''.join(cells)}</tr>")
     label, unit, more = MEASURES[name]
@@ -113,7 +113,7 @@ def _matrix(report: Report, name: str) -> str:
 
 
 def _axes(report: Report) -> tuple[Callable[[Trial], str], Callable[[Trial], str]]:
-    is_one = len({trial.point.weights for trial in report.grid}) == 1
+    is_one = len({trial.point.weights for trial in report.tried}) == 1
     row = (lambda trial: trial.point.placement) if is_one else (lambda trial: trial.point.weights)
     if report.config.trials is None:
         return row, lambda trial: f"k {trial.point.draft_length}"
@@ -121,10 +121,11 @@ def _axes(report: Report) -> tuple[Callable[[Trial], str], Callable[[Trial], str
 
 
 def _cell(report: Report, name: str, trials: Sequence[Trial]) -> str:
-    if not trials:
-        return "<td>-</td>"
+    found = measured(trials)
+    if not found:
+        return "<td>failed</td>" if trials else "<td>-</td>"
     more = MEASURES[name][2]
-    best = (max if more else min)(trials, key=lambda trial: trial.mean(name))
+    best = (max if more else min)(found, key=lambda trial: trial.mean(name))
     value, chosen = best.mean(name), " chosen" if best == report.findings.chosen else ""
     ratio = _goodness(report, name, best)
     color = f"rgba({BETTER if ratio > 0 else WORSE},{min(1.0, abs(ratio) / FULL) * STRONGEST:.2f})"

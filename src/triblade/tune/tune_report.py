@@ -45,9 +45,14 @@ class Report:
     plan_file: Path
 
     @property
-    def grid(self) -> list[Trial]:
+    def tried(self) -> list[Trial]:
         """The trials of the matrix: of the design, or of the search."""
-        return [trial for trial in measured(self.findings.trials) if trial.kind in ("grid", "search")]
+        return [trial for trial in self.findings.trials if trial.kind in ("grid", "search")]
+
+    @property
+    def grid(self) -> list[Trial]:
+        """Those of them that were measured."""
+        return measured(self.tried)
 
     @property
     def serve_command(self) -> str:
