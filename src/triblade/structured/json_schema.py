@@ -32,6 +32,7 @@ REFUSED = frozenset(
     | {"not", "if", "then", "else", "$dynamicRef", "$recursiveRef", "additionalItems"}
 )
 _UNESCAPED = re.compile(r'"|\\[nrtfvxuc0\\]')  # what the library puts between the quotes as it is
+PLAIN = r" !#-\[\]-" + "\ud7ff\ue000-\U0010ffff"  # what stands in a JSON string as it is, as ranges of a class
 COMBINERS = ("anyOf", "oneOf", "allOf", "$ref")
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -149,9 +150,12 @@ def _opened(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spell_length(schema: dict[str, Any]) -> None:
-    """Lengths as a pattern of plain characters: the library's own form of them lets raw control characters through."""
+    """Lengths as a pattern of plain characters: the library's own form of them lets raw control characters through.
+
+    The characters are listed, since "all but some" would hold halves of surrogate pairs, whose bytes are no text.
+    """
     least, most = schema.pop("minLength", 0), schema.pop("maxLength", "")
-    schema["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+    schema["pattern"] = f"^[{PLAIN}]{{{least},{most}}}$"
 
 
 def _open_object(schema: dict[str, Any]) -> None:
