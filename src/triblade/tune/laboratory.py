@@ -133,16 +133,17 @@ class CommandLaboratory:
         """A command of ours, known by a file while it runs, ended when the block ends."""
         self.config.output.mkdir(parents=True, exist_ok=True)
         end_leftover(self._process_file)
-        process = subprocess.Popen(
-            _command(words), stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            started = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
-            self._process_file.write_text(json.dumps(started), encoding="utf-8")
-            yield process
-        finally:
-            _end(process)
-            self._process_file.unlink(missing_ok=True)
+        command = _command(words)
+        with subprocess.Popen(
+            command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            try:
+                started = {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+                self._process_file.write_text(json.dumps(started), encoding="utf-8")
+                yield process
+            finally:
+                _end(process)
+                self._process_file.unlink(missing_ok=True)
 
     def _measure(self, url: str, pid: int, run: int) -> Run:
         load = replace(
