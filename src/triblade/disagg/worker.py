@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from triblade import host
 from triblade.config import EngineConfig, TransferConfig, WorkerConfig
 from triblade.disagg.client_port import ClientPort
 from triblade.disagg.fetcher import Fetcher
@@ -95,6 +96,7 @@ async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: T
         return pools[-1].rows
 
     built = await asyncio.to_thread(build_with_smaller_chunks, engine, make_pool if connector.carries_files else None)
+    host.keep_objects()
     memory = row_memory_of(connector, built.runner.executor.cache.pool)
     service = PrefillService(built, transfer, pools[-1] if pools else None, memory)
     listener = connector.listen(worker.address, service.accept)
@@ -108,6 +110,7 @@ async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: T
 
 async def _serve_decode(engine: EngineConfig, worker: WorkerConfig, transfer: TransferConfig) -> None:
     built = await asyncio.to_thread(build_engine, engine)
+    host.keep_objects()
     client = LocalClient(built)
     link = Prefillers(built, client, worker, transfer)
     port = ClientPort(client, welcome(built), link.load)

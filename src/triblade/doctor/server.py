@@ -132,11 +132,13 @@ class Server:
         return found
 
     async def planned(self) -> Mapping[str, float]:
-        """Predicted figures of the plan that is served; empty: none."""
+        """Figures of the plan that is served, measured ones before predicted ones; empty: none."""
         try:
             response = await self._http.get(f"{self._root}/plan", timeout=READING_TIMEOUT_S)
             response.raise_for_status()
-            return {figure["name"]: float(figure["value"]) for figure in response.json()["prediction"]}
+            figures = response.json()["prediction"]
+            # Of two with the same name the first counts.
+            return {figure["name"]: float(figure["value"]) for figure in reversed(figures)}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return {}
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from triblade import host
 from triblade.config import EngineConfig
 from triblade.engine.build import build_engine
 from triblade.engine.client import EngineClient, EngineLoad
@@ -79,9 +80,7 @@ class LocalClient(EngineClient):
     def start(cls, config: EngineConfig) -> LocalClient:
         """Load the model (seconds) and start the engine's thread. Call it in a worker thread from asynchronous code."""
         engine = build_engine(config)
-        # What loading made stays; the collector would look through all of it now and then, for 100 ms in the middle of a step.
-        gc.collect()
-        gc.freeze()
+        host.keep_objects()
         return cls(engine)
 
     @property
