@@ -50,10 +50,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# All tiers but gpu; what CI runs. TESTS="tests/unit -k scheduler" runs a part.
+# All tiers but gpu; what CI runs, a process for each core. TESTS="tests/unit -k scheduler" runs a part.
 TESTS ?=
 test: setup
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest --numprocesses auto --dist loadfile $(TESTS)
 
 # The main job on the real model: pull, serve, chat completions, tokens per second, peak memory.
 demo: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -40,6 +41,15 @@ def clean_environment() -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("TRIBLADE_") and name != "TRIBLADE_CACHE"]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A command sets up the package's logging; later tests must not feel it."""
+    package = logging.getLogger("triblade")
+    state = (package.handlers[:], package.level, package.propagate)
+    yield
+    package.handlers[:], package.level, package.propagate = state
 
 
 @pytest.fixture(scope="session")

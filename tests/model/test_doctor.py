@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,6 @@ from triblade.cli import main
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """A command sets up the package's logging; later tests must not feel it."""
-    package = logging.getLogger("triblade")
-    state = (package.handlers[:], package.level, package.propagate)
-    yield
-    package.handlers[:], package.level, package.propagate = state
 
 
 def test_a_pair_that_fits(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

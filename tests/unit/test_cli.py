@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from triblade import __version__, cli
-from triblade.commands.frame import SamplingFlags
+from triblade.commands.frame import SamplingFlags, app
 from triblade.config import AlignConfig, ConvertConfig, EngineConfig, ServerConfig
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import ContextLengthError, ModelNotFoundError
@@ -244,7 +245,7 @@ def test_options_have_the_names_users_know(served: list[tuple[EngineConfig, Serv
 def test_every_field_of_the_configuration_is_a_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(app, "console", Console(width=300))  # no name is broken into lines
     assert cli.main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     flags = [f"--{f.name.replace('_', '-')}" for kind in (EngineConfig, ServerConfig) for f in fields(kind)]
