@@ -112,14 +112,18 @@ def api_url(url: str) -> str:
 
 
 def parse_readings(text: str) -> dict[str, float]:
-    """Known counters and gauges of a Prometheus page, summed over their labels, under their names without prefix."""
+    """Known counters and gauges of a Prometheus page."""
+    return {name: value for name, value in parse_samples(text).items() if name in COUNTERS or name in GAUGES}
+
+
+def parse_samples(text: str) -> dict[str, float]:
+    """All samples of a Prometheus page, summed over their labels, under their names without prefix; of another page none."""
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 name = sample.name.rpartition(":")[2]
-                if name in COUNTERS or name in GAUGES:
-                    found[name] = found.get(name, 0.0) + sample.value
+                found[name] = found.get(name, 0.0) + sample.value
     except ValueError:  # not a page of metrics
         return {}
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triblade.config.checks import require_at_least, require_positive
 from triblade.config.engine import DrafterName
-from triblade.config.plan import Goals, Objective, PlanConfig, PlanWorkloadName, QualityFloor
+from triblade.config.plan import Goals, Objective, PlanConfig, PlanWorkloadName
 from triblade.errors import ConfigError
 
 GRID_VALUES = 3  # of each axis: nine of the 27 combinations are measured
@@ -150,8 +150,3 @@ class TuneConfig:
     def goals(self) -> Goals:
         """The latencies to stay under."""
         return Goals(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms, e2el_ms=self.e2el_ms)
-
-    @property
-    def quality(self) -> QualityFloor:
-        """What may be lost."""
-        return QualityFloor(max_ppl_increase=self.max_ppl_increase)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from triblade.bench.http_target import api_url
+from triblade.bench.http_target import api_url, parse_samples
 from triblade.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -118,18 +117,13 @@ class Server:
             return []
 
     async def readings(self) -> Mapping[str, float]:
-        """All samples of /metrics, summed over labels, under their names without prefix; empty: there are none."""
-        found: dict[str, float] = {}
+        """All samples of /metrics; empty: there are none."""
         try:
             response = await self._http.get(f"{self._root}/metrics", timeout=READING_TIMEOUT_S)
             response.raise_for_status()
-            for family in text_string_to_metric_families(response.text):
-                for sample in family.samples:
-                    name = sample.name.rpartition(":")[2]
-                    found[name] = found.get(name, 0.0) + sample.value
-        except (httpx.HTTPError, ValueError):
+        except httpx.HTTPError:
             return {}
-        return found
+        return parse_samples(response.text)
 
     async def planned(self) -> Mapping[str, float]:
         """Figures of the plan that is served, measured ones before predicted ones; empty: none."""

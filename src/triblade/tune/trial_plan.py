@@ -77,7 +77,7 @@ class TrialPlanner:
             transfer=transfer if has_workers else made.transfer,
             weights=WeightPlan(scheme=point.weights, convert=checkpoint.convert),
             goals=self.config.goals,
-            quality=self.config.quality,
+            quality=self.config.plan.quality,
             reasons=(),
         )
 
