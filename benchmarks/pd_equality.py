@@ -95,7 +95,13 @@ class Workers:
     """A decode worker here with its prefill worker elsewhere."""
 
     def __init__(self, args: argparse.Namespace, condition: Condition, connector: str, address: str) -> None:
-        transfer = TransferConfig(connector=connector, remote_prefill_tokens=1, remote_kv_share=1.0)  # type: ignore[arg-type]
+        transfer = TransferConfig(  # tokens are compared, not times: a busy machine may take its time
+            connector=connector,  # type: ignore[arg-type]
+            remote_prefill_tokens=1,
+            remote_kv_share=1.0,
+            transfer_timeout_s=600.0,
+            lease_s=600.0,
+        )
         prefill = config(args, **condition.engines, **condition.workers)
         worker = WorkerConfig(role="prefill", address=address)
         flags = [flag for part in (prefill, worker, transfer) for flag in to_flags(part)]
