@@ -102,6 +102,10 @@ void bind_kernels(nb::module_& m) {
         Best best;
         for (int i = 0; i < count; i += part) k.find_best(at<float>(x) + i, std::min(part, count - i), i, best);
         return best.is_finite ? best.token : -1;
+      })
+      .def("bar", [](const Kernels& k, uintptr_t x, int count, uintptr_t allowed) { k.bar(at<float>(x), count, at<uint16_t>(allowed)); })
+      .def("weigh", [](const Kernels& k, uintptr_t x, int count, float top, float temperature, float least, uintptr_t out) {
+        return k.weigh(at<float>(x), count, top, temperature, least, at<float>(out));
       });
   m.attr("PIECE_KEYS") = kPieceKeys;
   m.def("kernels", [](const std::string& isa) { return kernels_for(isa.c_str()); }, "isa"_a, nb::rv_policy::reference,

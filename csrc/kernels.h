@@ -120,6 +120,17 @@ struct Best {
   float total = 0;        // sum of e^(x - value) over them, where somebody asked for it
 };
 
+// Tokens weighed at a time: the sum of as many weights is an integer that a double holds.
+constexpr int kDrawTokens = 256;
+
+// How the token of a row is chosen: the largest logit, or with a temperature a draw, among the tokens whose bit is set.
+struct Choice {
+  double uniform = 0;  // in [0, 1)
+  float temperature = 0;
+  float least = 0;  // weights below it are none
+  const uint16_t* allowed = nullptr;  // one bit per token of the vocabulary; null: all
+};
+
 struct Kernels {
   const char* name;
 
@@ -163,6 +174,13 @@ struct Kernels {
 
   // The sum of e^(x - top) over x [count].
   float (*sum_exp)(const float* x, int count, float top);
+
+  // x[i] = -(the largest number) where bit i of `allowed` is 0. x [count]; bits [ceil(count / 16)].
+  void (*bar)(float* x, int count, const uint16_t* allowed);
+
+  // out[i] = floor(2^44 e^((x[i] - top) / temperature)), 0 where that is below `least`, and the exact sum of out [count],
+  // at most kDrawTokens of them.
+  double (*weigh)(const float* x, int count, float top, float temperature, float least, float* out);
 };
 
 extern const Kernels kPortable;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
 #include <type_traits>
 
 #include "kernels.h"
@@ -412,10 +414,39 @@ float sum_exp(const float* x, int count, float top) {
   return sum(total) + rest;
 }
 
+void bar(float* x, int count, const uint16_t* allowed) {
+  constexpr float kBarred = std::numeric_limits<float>::lowest();
+  for (int i = 0; i < count; i += 16) {
+    const uint16_t bits = allowed[i / 16];
+    if (bits == 0xffff) continue;
+    const int end = std::min(16, count - i);
+    for (int j = 0; j < end; j++) x[i + j] = bits >> j & 1 ? x[i + j] : kBarred;
+  }
+}
+
+double weigh(const float* x, int count, float top, float temperature, float least, float* out) {
+  constexpr float kOne = 17592186044416.0f, kWhole = 8388608.0f;  // 2^44; floats from 2^23 on have no fraction
+  alignas(64) float lanes[kTile];
+  double sums[kTile] = {};
+  for (int i = 0; i < count; i += kTile) {
+    const int end = std::min<int>(kTile, count - i);
+    for (int j = 0; j < kTile; j++) lanes[j] = j < end ? x[i + j] : std::numeric_limits<float>::lowest();
+    const F scaled = max(div(sub(load(lanes), set(top)), set(temperature)), set(-64.0f));
+    store(lanes, mul(exp(scaled), set(kOne)));
+    for (int j = 0; j < kTile; j++) {
+      const float weight = lanes[j] < kWhole ? static_cast<float>(static_cast<int32_t>(lanes[j])) : lanes[j];
+      lanes[j] = weight < least ? 0.0f : weight;
+    }
+    for (int j = 0; j < kTile; j++) sums[j] += lanes[j];
+    std::copy_n(lanes, end, out + i);
+  }
+  return std::accumulate(sums, sums + kTile, 0.0);
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
 const Kernels KERNELS = {KERNELS_NAME, embed,  norm,  quantize, linear,    norm_add, rope_write,
-                         fetch,        attend, merge, softcap,  find_best, sum_exp};
+                         fetch,        attend, merge, softcap,  find_best, sum_exp, bar, weigh};
 
 }  // namespace triblade

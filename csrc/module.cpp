@@ -167,11 +167,13 @@ NB_MODULE(_native, m) {
            },
            "ids"_a, "sequences"_a, "first_row"_a, "length"_a, "tables"_a)
       .def("score",
-           [](Program& p, uintptr_t rows, int count, uintptr_t out, uintptr_t best) {
+           [](Program& p, uintptr_t rows, int count, uintptr_t out, uintptr_t best, nb::bytes choices) {
+             const auto* chosen = choices.size() ? static_cast<const Choice*>(choices.data()) : nullptr;
+             if (chosen && choices.size() != count * sizeof(Choice)) throw nb::value_error("choices");
              nb::gil_scoped_release release;
-             p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best));
+             p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best), chosen);
            },
-           "rows"_a, "count"_a, "out"_a, "best"_a)
+           "rows"_a, "count"_a, "out"_a, "best"_a, "choices"_a = nb::bytes("", 0))
       .def("draft", draft, "memory"_a, "requests"_a, "token_ids"_a, "starts"_a, "tables"_a, "lengths"_a, "tokens"_a,
            "least_chance"_a)
       .def("remember",

@@ -181,6 +181,8 @@ void Program::head(const float* weight, float eps, const Matrix& matrix, float s
     kernels_.norm(x_, weight, eps, shape_.hidden, rows_, matrix, rows, activations_);
   });
   head_calls_.push_back([=, this](int member) { head_share(matrix, softcap, member); });
+  draw_calls_.push_back([this](int member) { weigh_share(member); });
+  stride_ = matrix.rows;
 }
 
 // A member's columns of the logits, a few at a time, so that they are still near when they are looked at.
@@ -198,7 +200,7 @@ void Program::head_share(const Matrix& matrix, float softcap, int member) {
     for (int r = 0; r < row_count_; r++) {
       float* row = columns + static_cast<int64_t>(r) * stride;
       if (softcap > 0) kernels_.softcap(row, end - begin, softcap);
-      if (tokens > 0) look_at(row, tokens, begin, best[r]);
+      if (tokens > 0) look_at(row, tokens, begin, r, best[r]);
     }
   }
 }
@@ -214,8 +216,14 @@ void Program::run(const int32_t* ids, const Sequences& sequences) {
   team_->run(walk, this);
 }
 
-void Program::look_at(const float* logits, int count, int first, Best& best) {
+void Program::look_at(float* logits, int count, int first, int row, Best& best) {
   const Best before = best;
+  if (choices_ && choices_[row].allowed) {  // a fault is one even where it may not be chosen
+    Best any;
+    kernels_.find_best(logits, count, first, any);
+    best.is_finite = best.is_finite && any.is_finite;
+    kernels_.bar(logits, count, choices_[row].allowed + first / 16);
+  }
   kernels_.find_best(logits, count, first, best);
   if (!wants_chances_) return;
   best.total = kernels_.sum_exp(logits, count, best.value);
@@ -242,13 +250,63 @@ Best Program::best_of(int row) const {
   return whole;
 }
 
-void Program::score(const int32_t* rows, int count, float* out, int32_t* best) {
+void Program::score(const int32_t* rows, int count, float* out, int32_t* best, const Choice* choices) {
   wants_chances_ = false;
+  choices_ = choices;
   score_rows(rows, count, out);
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  bool draws = false;
+  tops_.assign(count, kNone);
   for (int r = 0; r < count; r++) {
     const Best whole = best_of(r);
     best[r] = whole.is_finite ? whole.token : -1;
+    if (choices && choices[r].temperature > 0 && whole.is_finite) tops_[r] = whole.value, draws = true;
   }
+  if (draws) {
+    weights_.resize(static_cast<size_t>(count) * draw_pieces());
+    walked_ = &draw_calls_;
+    team_->run(walk, this);
+    for (int r = 0; r < count; r++) {
+      if (tops_[r] > kNone) best[r] = drawn(r);
+    }
+  }
+  choices_ = nullptr;
+}
+
+int Program::draw_pieces() const { return (shape_.vocabulary + kDrawTokens - 1) / kDrawTokens; }
+
+double Program::weigh_piece(int row, int piece, float* out) const {
+  const Choice& choice = choices_[row];
+  const int first = piece * kDrawTokens, count = std::min(kDrawTokens, shape_.vocabulary - first);
+  return kernels_.weigh(logits_ + row * stride_ + first, count, tops_[row], choice.temperature, choice.least, out);
+}
+
+// A member's pieces of the vocabulary, in every row that draws.
+void Program::weigh_share(int member) {
+  float ignored[kDrawTokens];
+  const int pieces = draw_pieces();
+  const Share mine = share(pieces, 1, member, team_->size());
+  for (int r = 0; r < row_count_; r++) {
+    if (tops_[r] == -std::numeric_limits<float>::infinity()) continue;
+    for (int64_t piece = mine.begin; piece < mine.end; piece++) {
+      weights_[static_cast<int64_t>(r) * pieces + piece] = static_cast<uint64_t>(weigh_piece(r, static_cast<int>(piece), ignored));
+    }
+  }
+}
+
+// The cumulative distribution inverted in the order of the tokens. Weights and their sums are integers, so nothing depends on who
+// added what: see `spec.distribution`, whose draws these are up to the rounding of e^x.
+int32_t Program::drawn(int row) const {
+  const uint64_t* sums = weights_.data() + static_cast<int64_t>(row) * draw_pieces();
+  const uint64_t total = std::accumulate(sums, sums + draw_pieces(), uint64_t{0});
+  uint64_t target = std::min(static_cast<uint64_t>(choices_[row].uniform * static_cast<double>(total)), total - 1);
+  int piece = 0;
+  while (target >= sums[piece]) target -= sums[piece++];
+  float weights[kDrawTokens];
+  weigh_piece(row, piece, weights);
+  int token = 0;
+  while (target >= static_cast<uint64_t>(weights[token])) target -= static_cast<uint64_t>(weights[token++]);
+  return piece * kDrawTokens + token;
 }
 
 void Program::states(const int32_t* rows, int count, float* out) {

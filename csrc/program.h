@@ -69,9 +69,10 @@ class Program {
   void keep(const std::vector<int>& layers);
 
   // Replay: hidden states of a step, kept until the next one; then of any of its rows the token with the largest logit, or -1 if one
-  // is not finite. The logits themselves [R, rows of the head] are kept where `out` is given, at most max_rows at a time.
+  // is not finite. The logits themselves [R, rows of the head] are kept where `out` is given, at most max_rows at a time. With
+  // choices [R], which need the logits, it is the token that each of them chooses; barred logits are overwritten.
   void run(const int32_t* ids, const Sequences& sequences);
-  void score(const int32_t* rows, int count, float* out, int32_t* best);
+  void score(const int32_t* rows, int count, float* out, int32_t* best, const Choice* choices = nullptr);
 
   // States [R, (1 + kept) hidden] of rows of the last run: normed as the head sees them, then those of the layers that are kept.
   void states(const int32_t* rows, int count, float* out);
@@ -108,7 +109,11 @@ class Program {
   AttentionOutput pieces() const;
   void attend_all(int layer, const LayerCache& cache, const AttentionShape& shape, int member);
   void head_share(const Matrix& matrix, float softcap, int member);
-  void look_at(const float* logits, int count, int first, Best& best);
+  void look_at(float* logits, int count, int first, int row, Best& best);
+  int draw_pieces() const;  // of the vocabulary
+  double weigh_piece(int row, int piece, float* out) const;
+  void weigh_share(int member);
+  int32_t drawn(int row) const;
   void score_rows(const int32_t* rows, int count, float* out);
   Best best_of(int row) const;  // of all members
   static void walk(void* context, int member);
@@ -117,7 +122,7 @@ class Program {
   const ProgramShape shape_;
   const std::shared_ptr<Team> team_;
   std::unique_ptr<Arena> arena_, kept_, fused_;  // kept [layers, T, hidden]; fused [T, (2 + inner) hidden] and what is given [T, (1 + inner) hidden]
-  std::vector<Call> calls_, head_calls_;
+  std::vector<Call> calls_, head_calls_, draw_calls_;
   const std::vector<Call>* walked_ = nullptr;
 
   float *x_, *qkv_, *attended_, *hidden_, *projected_, *partial_, *states_, *some_logits_;
@@ -152,6 +157,10 @@ class Program {
   int64_t best_rows_;
   std::vector<Best> best_;  // [members, best_rows_]
   bool wants_chances_ = false;
+  const Choice* choices_ = nullptr;   // null: the largest of every row
+  int64_t stride_ = 0;                // between rows of `logits_`
+  std::vector<float> tops_;           // [R], of rows that draw; none elsewhere
+  std::vector<uint64_t> weights_;     // [R, pieces of the vocabulary], of rows that draw
 };
 
 }  // namespace triblade

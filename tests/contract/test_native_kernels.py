@@ -9,6 +9,8 @@ from native_kernels import ADD, GELU, ISAS, SILU, Inputs, Ops, integers, randn, 
 from torch import Tensor
 
 from triblade.ops.packing import PackedMatrix, interleaved_halves, pack_dense, pack_quantized, unpack
+from triblade.spec.distribution import WEIGHT_OF_BEST, weights_of
+from triblade.spec.token_mask import packed as packed_mask
 
 TOKENS = (*range(1, 10), 23, 24, 25, 40)
 EPS = 1e-5
@@ -199,6 +201,36 @@ def test_best_token(ops: Ops, count: int, part: int) -> None:
             faulty = x.clone()
             faulty[place] = bad
             assert ops.find_best(faulty, part) == -1  # A22
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 500])
+def test_barred_tokens_get_the_least_number(ops: Ops, count: int) -> None:
+    x = randn(count, seed=1)
+    allowed = randn(count, seed=2) > 0
+    allowed[:32], allowed[32:64] = False, True
+    barred = ops.bar(x, packed_mask(allowed))
+    assert torch.equal(barred, x.where(allowed, torch.finfo(torch.float32).min))
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 255, 256])
+@pytest.mark.parametrize(("temperature", "least"), [(0.7, 0.0), (2.0, 0.01), (1e-3, 0.0)])
+def test_weights_are_those_of_the_sampler(ops: Ops, count: int, temperature: float, least: float) -> None:
+    x = randn(count, seed=count) * 12
+    x[count // 2 :] -= 40  # near and below the smallest weights
+    weights, total = ops.weigh(x, float(x.max()), temperature, least * WEIGHT_OF_BEST)
+    expected = weights_of(x[None], temperature)[0]
+    kept = expected * (expected >= least * WEIGHT_OF_BEST)
+    torch.testing.assert_close(weights, kept, rtol=1e-6, atol=1.0)  # e^x may be rounded otherwise
+    assert torch.equal(weights, weights.floor())
+    assert total == sum(int(weight) for weight in weights)
+    assert weights.max() == WEIGHT_OF_BEST
+
+
+def test_a_barred_token_weighs_nothing(ops: Ops) -> None:
+    x = torch.tensor([3.0, torch.finfo(torch.float32).min, 2.0])
+    weights, total = ops.weigh(x, 3.0, 1e-5, 0.0)
+    assert weights.tolist() == [WEIGHT_OF_BEST, 0.0, 0.0]
+    assert total == WEIGHT_OF_BEST
 
 
 def test_activations_at_extreme_values(ops: Ops) -> None:

@@ -19,6 +19,7 @@ from triblade.serve.message import MessageReader, Reading
 from triblade.serve.pieces import Message
 from triblade.serve.protocol import ChatCompletionRequest
 from triblade.serve.tools.request import tool_use
+from triblade.spec.token_mask import has_any
 from triblade.structured.composed import composed, part_of
 
 PARAMETERS: dict[str, Any] = {
@@ -106,7 +107,7 @@ def accepts(llm: LLM, wanted: StructuredOutputs, text: str) -> bool:
     """Whether this is a whole answer of the form."""
     assert llm.engine.compile is not None
     constraint = llm.engine.compile(wanted, frozenset({END}))()
-    return all(constraint.accept(token) for token in byte_tokenizer().encode(text)) and bool(constraint.allowed()[END])
+    return all(constraint.accept(token) for token in byte_tokenizer().encode(text)) and has_any(constraint.allowed(), [END])
 
 
 def written(parser: str, *calls: tuple[str, str]) -> str:

@@ -130,6 +130,16 @@ class Ops:
         found: int = self.kernels.find_best(address(x), x.numel(), part)
         return found
 
+    def bar(self, x: Tensor, allowed: Tensor) -> Tensor:
+        out = x.clone()
+        self.kernels.bar(address(out), out.numel(), address(allowed))
+        return out
+
+    def weigh(self, x: Tensor, top: float, temperature: float, least: float = 0.0) -> tuple[Tensor, float]:
+        out = torch.full_like(x, torch.nan)
+        total = self.kernels.weigh(address(x), x.numel(), top, temperature, least, address(out))
+        return out, total
+
 
 def layer_cache(cache: KVCache, layer: int) -> Any:
     """The kernels' view of one layer; `cache` must outlive it."""

@@ -83,6 +83,30 @@ class DrawsTokens(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the token of one row is chosen by whoever has the logits; temperature 0 takes the best token.
+
+    Attributes:
+        uniform: in [0, 1), for the draw; see `spec.random_numbers`.
+        allowed: mask of the tokens that may be chosen (see `spec.token_mask`); None: all.
+    """
+
+    uniform: float
+    temperature: float
+    min_p: float
+    allowed: Tensor | None
+
+
+@runtime_checkable
+class ChoosesTokens(Protocol):
+    """An executor that chooses tokens of any rows itself once it knows their logits."""
+
+    def choose(self, rows: Sequence[int], choices: Sequence[Choice | None]) -> Scores:
+        """Like `score`, with the chosen token of each row as its best one; rows without a choice get the best one, and logits."""
+        ...
+
+
 class TorchExecutor:
     """The decoder, op by op."""
 

@@ -5,6 +5,7 @@ Takes the weights into one piece of memory. How a layer is recorded stands in `e
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor
 
 from triblade.engine.batch import StepItem
-from triblade.engine.executor import Scores
+from triblade.engine.executor import Choice, Scores
 from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, matrices_of, start_of
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import ALIGNMENT_BYTES
 from triblade.models.config import ModelConfig
 from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.ops.packing import PackedMatrix
+from triblade.spec.distribution import WEIGHT_OF_BEST
+
+
+_CHOICE = struct.Struct("dffQ")  # `Choice` of csrc/kernels.h
 
 
 class NativeExecutor(NativeProgram):
@@ -85,6 +90,14 @@ class NativeExecutor(NativeProgram):
         self._program.score(start_of(index), len(index), out, start_of(best))
         return Scores(best.tolist(), self._logits[: len(index), : self._vocab_size] if with_logits else None)
 
+    def choose(self, rows: Sequence[int], choices: Sequence[Choice | None]) -> Scores:
+        """See `ChoosesTokens`; at most `max_rows` at a time."""
+        index, chosen = array("i", rows), array("i", bytes(4 * len(rows)))
+        packed = b"".join(map(_packed, choices))
+        out = self._logits.data_ptr()
+        self._program.score(start_of(index), len(index), out, start_of(chosen), packed)
+        return Scores(chosen.tolist(), self._logits[: len(index), : self._vocab_size])
+
     def keep_layers(self, layers: Sequence[int]) -> None:
         """From now on what these layers (not the last one) leave behind them belongs to a token's states, too; called once."""
         self._program.keep(list(layers))
@@ -107,6 +120,14 @@ class NativeExecutor(NativeProgram):
     def _matrices(self) -> list[PackedMatrix]:
         layers = [matrix for layer in self._weights.layers for matrix in matrices_of(layer)]
         return [self._weights.embedding, self._weights.head, *layers]
+
+
+def _packed(choice: Choice | None) -> bytes:
+    """A choice as native code reads it; its mask must outlive the call."""
+    if choice is None:
+        return _CHOICE.pack(0.0, 0.0, 0.0, 0)
+    allowed = 0 if choice.allowed is None else choice.allowed.data_ptr()
+    return _CHOICE.pack(choice.uniform, choice.temperature, choice.min_p * WEIGHT_OF_BEST, allowed)
 
 
 def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> DecoderWeights[PackedMatrix]:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from triblade.engine.executor import GREEDY, Draw, DrawsTokens, StepExecutor
+from triblade.engine.executor import GREEDY, Choice, ChoosesTokens, Draw, DrawsTokens, Scores, StepExecutor
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
 from triblade.spec.constraint import allowed_behind
-from triblade.spec.sampler import Proposal, Sampled, Sampler, SamplerRow
+from triblade.spec.sampler import Proposal, Sampled, Sampler, SamplerRow, uniform
 
 # Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
 PROMPT_LOGITS_ROWS = 32
@@ -58,6 +58,7 @@ class ModelRunner:
         self.sampler = sampler
         # Asked once: comparing with a protocol takes longer than a step may.
         self._drawer = executor if isinstance(executor, DrawsTokens) else None
+        self._chooser = executor if isinstance(executor, ChoosesTokens) else None
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
@@ -107,12 +108,33 @@ class ModelRunner:
         size = self.executor.max_rows or len(rows)
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            scores = self.executor.score(rows[part], with_logits=True)
-            assert scores.logits is not None
-            sampled = self.sampler.sample(scores.logits, wanted[part], scores.best)
-            whole.token_ids.extend(t if b >= 0 else -1 for t, b in zip(sampled.token_ids, scores.best, strict=True))
+            sampled = self._choose_some(rows[part], wanted[part])
+            whole.token_ids.extend(sampled.token_ids)
             whole.logprobs.extend(sampled.logprobs)
         return whole
+
+    def _choose_some(self, rows: list[int], wanted: list[SamplerRow]) -> Sampled:
+        """The same for rows whose logits can be held together; the executor chooses where it can, whoever stands beside it."""
+        if self._chooser is None:
+            scores, others = self.executor.score(rows, with_logits=True), list(range(len(rows)))
+        else:
+            choices = [_choice(row) for row in wanted]
+            scores = self._chooser.choose(rows, choices)
+            others = [number for number, choice in enumerate(choices) if choice is None]
+        chosen = Sampled(list(scores.best), [None] * len(rows))
+        if others:
+            sampled = self._sample_others(scores, others, [wanted[number] for number in others])
+            for number, token, logprobs in zip(others, sampled.token_ids, sampled.logprobs, strict=True):
+                chosen.token_ids[number] = token if scores.best[number] >= 0 else -1
+                chosen.logprobs[number] = logprobs
+        return chosen
+
+    def _sample_others(self, scores: Scores, numbers: list[int], wanted: list[SamplerRow]) -> Sampled:
+        """The rows of these numbers, by the sampler."""
+        assert scores.logits is not None
+        if len(numbers) == len(scores.best):
+            return self.sampler.sample(scores.logits, wanted, scores.best)
+        return self.sampler.sample(scores.logits[numbers], wanted, [scores.best[number] for number in numbers])
 
     def _score_prompts(self, results: list[StepResult]) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's tokens, where asked for."""
@@ -142,6 +164,16 @@ def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs 
         result.is_finite = last > 0
         last -= 1
     result.token_ids, result.logprobs = tokens[: last + 1], logprobs[: last + 1]
+
+
+def _choice(row: SamplerRow) -> Choice | None:
+    """How an executor can choose this row's token; None if that takes more than it knows."""
+    if not row.is_simple:
+        return None
+    params = row.params
+    if params.is_greedy:
+        return Choice(0.0, 0.0, 0.0, row.allowed)
+    return Choice(uniform(row.seed, row.position), params.temperature, params.min_p, row.allowed)
 
 
 def _draws(results: list[StepResult], sampling: list[StepResult], wanted: list[SamplerRow]) -> list[Draw]:

@@ -23,7 +23,7 @@ class TokenConstraint(Protocol):
     fault: str | None
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V] in main memory; end tokens are among them where the output may end."""
+        """Which tokens may come next, as a mask (see `spec.token_mask`); end tokens are among them where the output may end."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -50,7 +50,7 @@ def allowed_length(constraint: TokenConstraint, token_ids: Sequence[int]) -> int
 
 
 def allowed_behind(constraint: TokenConstraint, drafts: Sequence[int]) -> list[Tensor | None]:
-    """The allowed tokens [V] at each position of a draft and behind it; None behind a draft token that may not come.
+    """The mask of the allowed tokens at each position of a draft and behind it; None behind a draft token that may not come.
 
     Nobody looks at the rows that get None: what stands there can never be committed.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from triblade.spec.sampler_row import SamplerRow
+from triblade.spec.token_mask import has_any, unpacked
 
 
 @dataclass(slots=True)
@@ -117,16 +118,16 @@ def _keep_allowed(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
 def _kept_ids(row: SamplerRow) -> Sequence[int]:
     """`allowed_token_ids`, as far as a constraint leaves one of them."""
     ids = row.params.allowed_token_ids or ()
-    return ids if row.allowed is None or bool(row.allowed[list(ids)].any()) else ()
+    return ids if row.allowed is None or has_any(row.allowed, ids) else ()
 
 
 def _keep_constrained(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
     constrained = [number for number, row in enumerate(rows) if row.allowed is not None]
     if not constrained:
         return
-    allowed = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(logits.device)  # [N, V]
+    masks = torch.stack([row.allowed for row in rows if row.allowed is not None]).to(logits.device)  # [N, W]
     index = torch.tensor(constrained).to(logits.device)
-    logits[index] = logits[index].masked_fill_(~allowed, -torch.inf)
+    logits[index] = logits[index].masked_fill_(~unpacked(masks, logits.shape[1]), -torch.inf)
 
 
 def _bar(logits: Tensor, rows: Sequence[SamplerRow]) -> None:
@@ -154,7 +155,7 @@ def _leaves_a_token(row: SamplerRow, bars: set[int], vocab_size: int) -> bool:
         return True
     allowed: Iterable[int] | None = _kept_ids(row) or None
     if row.allowed is not None:
-        constrained: list[int] = row.allowed.nonzero()[:, 0].tolist()
+        constrained: list[int] = unpacked(row.allowed, vocab_size).nonzero()[:, 0].tolist()
         allowed = constrained if allowed is None else set(allowed).intersection(constrained)
     return len(bars) < vocab_size if allowed is None else not bars.issuperset(allowed)
 

@@ -36,7 +36,7 @@ class SamplerRow:
     proposal: Proposal | None = (
         None  # of a draft that was drawn; a row that is not greedy keeps it by rejection sampling
     )
-    allowed: Tensor | None = None  # bool [V] in main memory: what a `TokenConstraint` lets come here; None: everything
+    allowed: Tensor | None = None  # a mask (see `spec.token_mask`): what a `TokenConstraint` lets come here; None: everything
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -46,13 +46,22 @@ class SamplerRow:
     @property
     def is_plain_draw(self) -> bool:
         """Whether the token is drawn from all tokens by temperature and min_p alone, and nothing else is wanted."""
+        return not self.params.is_greedy and self.is_simple and self.allowed is None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the token is the best one, or drawn by temperature and min_p alone, among all or those that are allowed."""
         params = self.params
-        is_whole = params.top_k <= 0 and params.top_p >= 1.0
-        return is_whole and params.logprobs is None and self.proposal is None and not params.is_greedy and self.is_plain
+        is_whole = params.is_greedy or (params.top_k <= 0 and params.top_p >= 1.0 and self.proposal is None)
+        return is_whole and params.logprobs is None and self._is_unbiased
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits stay as they are: no bias, no penalty, nothing barred."""
+        return self.allowed is None and self._is_unbiased
+
+    @property
+    def _is_unbiased(self) -> bool:
         params = self.params
         return (
             params.repetition_penalty == 1.0
@@ -60,7 +69,6 @@ class SamplerRow:
             and params.frequency_penalty == 0.0
             and params.allowed_token_ids is None
             and not params.logit_bias
-            and self.allowed is None
             and not self.bad_words
             and self.position >= params.min_tokens
         )

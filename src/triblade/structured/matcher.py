@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xgrammar
 from torch import Tensor
 
 from triblade.models.tokenizer import Tokenizer
+from triblade.spec.token_mask import packed
 from triblade.structured.patience import SLOW, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as the library sees it; `special` are the tokens that stand for no text."""
+    """A tokenizer as the library sees it."""
 
     info: xgrammar.TokenizerInfo
-    special: Tensor  # int64 [S]
+    spoken: Tensor  # mask of those that stand for text
     size: int
 
 
@@ -37,8 +37,7 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     info = xgrammar.TokenizerInfo(
         list[bytes](spelled), xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends or [0]
     )
-    silent = [i for i, text in enumerate(spelled) if not text]
-    return Vocabulary(info, torch.tensor(silent, dtype=torch.int64), size)
+    return Vocabulary(info, packed(torch.tensor([bool(text) for text in spelled])), size)
 
 
 SLOW_S = 0.5  # that one output may spend here,
@@ -71,9 +70,10 @@ class GrammarConstraint:
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocabulary = vocabulary
-        self._stops = torch.tensor(sorted(t for t in stops if t < vocabulary.size), dtype=torch.int64)
-        self._bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # int32 [1, W]
-        self._text: Tensor | None = None  # bool [V]: tokens that go on with the text from here
+        is_stop = torch.zeros(vocabulary.size, dtype=torch.bool)
+        is_stop[[t for t in stops if t < vocabulary.size]] = True
+        self._stops = packed(is_stop)
+        self._text: Tensor | None = None  # mask: tokens that go on with the text from here
         self._known: Tensor | None = None  # the same, with end tokens
         self._left_s = SLOW_S
         self._give_up = give_up
@@ -86,9 +86,9 @@ class GrammarConstraint:
         """See `TokenConstraint`."""
         if self._known is None:
             self._left_s += SLOW_TOKEN_S
-            self._known = self._text_tokens().clone()
+            self._known = self._text_tokens()
             if not self._is_lost and self._matcher.is_completed():
-                self._known[self._stops] = True
+                self._known = self._known | self._stops
             if self.fault is None and not bool(self._known.any()):
                 self.fault = "the grammar came to a point where no token may follow"
         return self._known
@@ -114,28 +114,20 @@ class GrammarConstraint:
         return not self._is_lost and self._matcher.is_completed() and not bool(self._text_tokens().any())
 
     def _text_tokens(self) -> Tensor:
-        """Tokens that go on with the text, bool [V]; any of them where it was not found out in time, which is a fault."""
+        """Mask of the tokens that go on with the text; any of them where it was not found out in time, which is a fault."""
         if self._text is None:
             start = time.perf_counter()
+            bits = xgrammar.allocate_token_bitmask(1, self._vocabulary.size)  # int32 [1, W]
             if self._is_suspect:
                 self._worker = self._worker or Worker()
-                self._is_lost = not self._worker.run(self._fill, self._left_s)
+                self._is_lost = not self._worker.run(lambda: self._matcher.fill_next_token_bitmask(bits), self._left_s)
             else:
-                self._fill()
+                self._matcher.fill_next_token_bitmask(bits)
             spent_s = time.perf_counter() - start
             self._left_s -= spent_s
             self._is_suspect |= spent_s > SUSPECT_S
             if self.fault is None and (self._is_lost or self._left_s < 0):
                 self.fault = SLOW
                 self._give_up(self._worker if self._is_lost else None)
-            self._text = torch.ones(self._vocabulary.size, dtype=torch.bool) if self._is_lost else self._unpacked()
+            self._text = torch.full_like(bits[0], -1) if self._is_lost else bits[0] & self._vocabulary.spoken
         return self._text
-
-    def _fill(self) -> None:
-        self._matcher.fill_next_token_bitmask(self._bits)
-
-    def _unpacked(self) -> Tensor:
-        bits = np.unpackbits(self._bits.numpy().view(np.uint8).reshape(-1), bitorder="little")
-        mask = torch.from_numpy(bits[: self._vocabulary.size].view(np.bool_))
-        mask[self._vocabulary.special] = False
-        return mask
