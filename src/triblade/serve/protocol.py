@@ -7,9 +7,11 @@ used (`SamplingParams`, the engine), so that they exist once. Fields not listed 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from triblade.sampling_params import Pooling
 
 MAX_SAFE_FLOAT = 2**53  # whole numbers up to here survive being written as 1.0
 
@@ -63,6 +65,9 @@ Prompt = Annotated[
 ]
 Stop = Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+
+
+EncodingFormat = Literal["float", "base64"]
 
 
 class RequestBody(BaseModel):
@@ -178,6 +183,20 @@ class TokenizeRequest(TemplateFields):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("exactly one of prompt and messages must be given")
         return self
+
+
+class EmbeddingRequest(RequestBody):
+    """Body of POST /v1/embeddings."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Paris is a city."}]})
+
+    input: Prompt
+    encoding_format: EncodingFormat | None = Field(
+        None, description="base64 is of float32, little-endian; default float."
+    )
+    pooling: Pooling | None = Field(None, description="Of the last token, or the mean of all; default: the server's.")
+    add_special_tokens: bool | None = Field(None, description="Apply the tokenizer's own rule; default true.")
+    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
 
 
 class DetokenizeRequest(RequestBody):

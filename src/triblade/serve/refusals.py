@@ -48,6 +48,12 @@ COMPLETION: Mapping[str, Refusal] = {
     **COMMON,
     "suffix": Refusal("inserting text before a suffix needs a model trained for it", lambda value: value is None),
 }
+EMBEDDING: Mapping[str, Refusal] = {
+    "dimensions": Refusal("vectors of these models are not made to be cut", lambda value: value is None),
+    "normalize": Refusal("vectors are of length one always", lambda value: value is not False),
+    "messages": Refusal("send text or token ids as input"),
+    **{name: COMMON[name] for name in ("truncate_prompt_tokens", "cache_salt", "prompt_embeds")},
+}
 CHAT: Mapping[str, Refusal] = {
     **COMMON,
     "functions": _FUNCTIONS,

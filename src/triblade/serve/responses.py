@@ -159,6 +159,32 @@ class ChatCompletion(_Answer):
     usage: UsageBody
 
 
+class Embedding(_Answer):
+    """The vector of one prompt; base64 text where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(_Answer):
+    """Answer of POST /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 class Tokenized(_Answer):
     """Answer of POST /tokenize."""
 
