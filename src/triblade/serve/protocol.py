@@ -185,6 +185,38 @@ class TokenizeRequest(TemplateFields):
         return self
 
 
+class ResponsesRequest(RequestBody):
+    """Body of POST /v1/responses; nothing is stored, so a conversation is sent whole."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Hello"}]})
+
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or items: messages, calls, their results, reasoning."
+    )
+    instructions: str | None = Field(None, description="A system message before the input.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = Field(
+        None, description="Default: the rest of the context."
+    )
+    temperature: float | None = Field(None, description="0 is greedy; default 1, or the model's.")
+    top_p: float | None = None
+    top_k: Integer | None = Field(None, description="0 or -1: all.")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: Stop | None = Field(None, description="Strings that end the answer; not part of it.")
+    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
+    text: dict[str, Any] | None = Field(None, description="`format`: type text, json_object or json_schema.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: dict[str, Any] | str | None = Field(None, description="auto, none, required, or a function.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; default true.")
+    reasoning: dict[str, Any] | None = Field(None, description="Sent back as it is.")
+    metadata: dict[str, Any] | None = Field(None, description="Sent back as it is.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+
 class EmbeddingRequest(RequestBody):
     """Body of POST /v1/embeddings."""
 

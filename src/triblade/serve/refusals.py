@@ -29,6 +29,11 @@ def _text_only(value: Any) -> bool:
     return not value or value == ["text"]
 
 
+def _only_reasoning(value: Any) -> bool:
+    """Clients that store nothing ask for reasoning in a sealed form; here it comes back readable anyway."""
+    return not value or value == ["reasoning.encrypted_content"]
+
+
 _FUNCTIONS = Refusal("use tools and tool_choice")
 _TEXT_IN = Refusal("this server reads text and token ids only")
 
@@ -66,6 +71,21 @@ CHAT: Mapping[str, Refusal] = {
     "echo": Refusal("use continue_final_message to go on with a message"),
     "best_of": Refusal("use n"),
     "suffix": COMPLETION["suffix"],
+}
+
+
+_STATELESS = Refusal("nothing is stored here; send the whole conversation as input")
+RESPONSES: Mapping[str, Refusal] = {
+    **COMMON,
+    "store": Refusal("nothing is stored here; send store: false"),
+    "background": Refusal("nothing is stored here; send background: false"),
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "prompt": Refusal("prompts are not stored here; send the text as input"),
+    "truncation": Refusal("shorten the input before sending it", lambda value: value in (None, "disabled")),
+    "top_logprobs": Refusal("use /v1/chat/completions"),
+    "include": Refusal("log-probabilities: use /v1/chat/completions; others: this server makes none", _only_reasoning),
+    "context_management": Refusal("shorten the input before sending it"),
 }
 
 

@@ -1,7 +1,8 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/embeddings."""
+"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,14 +10,16 @@ from fastapi import APIRouter, Response
 
 from triblade.serve.answer import GenerationResponse
 from triblade.serve.errors import called
+from triblade.serve.items import NAMES, chat_request
 from triblade.serve.jobs import chat_job, completion_job, embedding_job
 from triblade.serve.metrics import ServerMetrics
-from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from triblade.serve.refusals import CHAT, COMPLETION, EMBEDDING, refuse_unsupported
+from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest
+from triblade.serve.refusals import CHAT, COMPLETION, EMBEDDING, RESPONSES, refuse_unsupported
 from triblade.serve.render.chat import ChatRenderer
 from triblade.serve.render.completions import CompletionRenderer
 from triblade.serve.render.embeddings import EmbeddingRenderer
-from triblade.serve.responses import ChatCompletion, Completion, Embeddings, problems
+from triblade.serve.render.response import ResponseRenderer
+from triblade.serve.responses import ChatCompletion, Completion, Embeddings, ResponseBody, problems
 from triblade.serve.state import ServerState
 from triblade.serve.strict_json import StrictRoute
 
@@ -38,6 +41,14 @@ def router(state: ServerState, metrics: ServerMetrics) -> APIRouter:
         refuse_unsupported(body.model_extra or {}, CHAT)
         job = await chat_job(body, state)
         return GenerationResponse(job, state, metrics, ChatRenderer)
+
+    @routes.post("/v1/responses", responses=_answers(ResponseBody), response_class=Response)
+    async def create_response(body: ResponsesRequest) -> GenerationResponse:
+        """Answer a conversation, as items."""
+        refuse_unsupported(body.model_extra or {}, RESPONSES)
+        with called(**NAMES):
+            job = await chat_job(chat_request(body), state)
+        return GenerationResponse(replace(job, id_prefix="resp_"), state, metrics, partial(ResponseRenderer, body))
 
     @routes.post("/v1/embeddings", responses=_answers(Embeddings, streams=False), response_class=Response)
     async def create_embedding(body: EmbeddingRequest) -> GenerationResponse:
