@@ -6,9 +6,11 @@ request. Special tokens have no text here, so no grammar allows one: end tokens 
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +20,35 @@ from torch import Tensor
 from triblade.models.tokenizer import Tokenizer
 from triblade.structured.patience import SLOW, Worker
 
+HALF = re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair
+HALF_BEGIN = b"\xed"
+HALF_ENDS = frozenset(bytes([byte]) for byte in range(0xA0, 0xC0))
+SLOW_S = 0.5  # that one output may spend here,
+SLOW_TOKEN_S = 0.003  # and for every token of it
+SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as the library sees it; `special` are the tokens that stand for no text."""
+    """A tokenizer as the library sees it.
+
+    The library takes halves of surrogate pairs for characters, so "any but some" may be one. In UTF-8 they would be the byte 0xED
+    and one of 0xA0 to 0xBF, which follow each other nowhere else.
+
+    Attributes:
+        barred: tokens that no output may have, int64 [S]: those that stand for no text, and the broken ones.
+        broken: tokens that have half of a surrogate pair inside.
+        openers: tokens that end in 0xED.
+        enders: tokens that make such a half behind an opener; `ender_ids` are the same, int64 [S].
+    """
 
     info: xgrammar.TokenizerInfo
-    special: Tensor  # int64 [S]
     size: int
+    barred: Tensor
+    broken: frozenset[int]
+    openers: frozenset[int]
+    enders: frozenset[int]
+    ender_ids: Tensor
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
@@ -37,27 +60,36 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     info = xgrammar.TokenizerInfo(
         list[bytes](spelled), xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends or [0]
     )
-    silent = [i for i, text in enumerate(spelled) if not text]
-    return Vocabulary(info, torch.tensor(silent, dtype=torch.int64), size)
+    silent = {i for i, text in enumerate(spelled) if not text}
+    broken = frozenset(i for i, text in enumerate(spelled) if HALF.search(text))
+    enders = frozenset(i for i, text in enumerate(spelled) if text[:1] in HALF_ENDS)
+    return Vocabulary(
+        info=info,
+        size=size,
+        barred=_ids(silent | broken),
+        broken=broken,
+        openers=frozenset(i for i, text in enumerate(spelled) if text.endswith(HALF_BEGIN)),
+        enders=enders,
+        ender_ids=_ids(enders),
+    )
 
 
-SLOW_S = 0.5  # that one output may spend here,
-SLOW_TOKEN_S = 0.003  # and for every token of it
-SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
+def _ids(tokens: Iterable[int]) -> Tensor:
+    return torch.tensor(sorted(tokens), dtype=torch.int64)
 
 
 class GrammarConstraint:
     """Implements `TokenConstraint`.
 
-    Nothing can stop the library while it computes a mask, so masks of suspect grammars are computed by a thread of their own, and
-    the engine stops waiting when the output's time is spent. From then on the matcher belongs to that thread.
+    Nothing can stop the library while it computes, so it computes for suspect grammars in a thread of their own, and the engine
+    stops waiting when the output's time is spent. From then on the matcher belongs to that thread.
 
     Args:
         grammar: compiled for this vocabulary.
         vocabulary: tokens.
         stops: tokens that end an output.
         give_up: told when the grammar is too slow, with the thread that goes on computing, if there is one.
-        is_suspect: its masks are computed by another thread from the start.
+        is_suspect: the library computes in another thread from the start.
     """
 
     def __init__(
@@ -71,11 +103,14 @@ class GrammarConstraint:
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocabulary = vocabulary
-        self._stops = torch.tensor(sorted(t for t in stops if t < vocabulary.size), dtype=torch.int64)
+        self._stops = _ids(t for t in stops if t < vocabulary.size)
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # int32 [1, W]
         self._text: Tensor | None = None  # bool [V]: tokens that go on with the text from here
         self._known: Tensor | None = None  # the same, with end tokens
         self._left_s = SLOW_S
+        self._accepted: list[int] = []
+        self._followed: list[int] = []  # by the library
+        self._common = 0  # tokens that both begin with
         self._give_up = give_up
         self._is_suspect = is_suspect
         self._worker: Worker | None = None
@@ -87,55 +122,98 @@ class GrammarConstraint:
         if self._known is None:
             self._left_s += SLOW_TOKEN_S
             self._known = self._text_tokens().clone()
-            if not self._is_lost and self._matcher.is_completed():
+            if self._is_complete():
                 self._known[self._stops] = True
             if self.fault is None and not bool(self._known.any()):
                 self.fault = "the grammar came to a point where no token may follow"
         return self._known
 
     def accept(self, token_id: int) -> bool:
-        """See `TokenConstraint`."""
-        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids:
+        """See `TokenConstraint`. Where the mask is known it has the answer, and the library follows when it is asked again."""
+        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids or self._is_half(token_id):
             return False
-        accepted: bool = self._matcher.accept_token(token_id)
-        if accepted:
+        if self._text is None:
+            is_accepted = bool(self._computed(lambda: self._matcher.accept_token(token_id)))
+            self._followed += [token_id] * is_accepted
+            self._common += is_accepted
+        else:
+            is_accepted = bool(self._text[token_id])
+        if is_accepted:
+            self._accepted.append(token_id)
             self._text = self._known = None
-        return accepted
+        return is_accepted
 
     def rollback(self, count: int) -> None:
         """See `TokenConstraint`."""
         if count and not self._is_lost:
-            self._matcher.rollback(count)
+            del self._accepted[-count:]
+            self._common = min(self._common, len(self._accepted))
             self._text = self._known = None
 
     @property
     def is_exhausted(self) -> bool:
         """See `TokenConstraint`."""
-        return not self._is_lost and self._matcher.is_completed() and not bool(self._text_tokens().any())
+        return self._is_complete() and not bool(self._text_tokens().any())
+
+    def _is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar knows."""
+        return bool(self._computed(self._matcher.is_completed))
 
     def _text_tokens(self) -> Tensor:
         """Tokens that go on with the text, bool [V]; any of them where it was not found out in time, which is a fault."""
         if self._text is None:
-            start = time.perf_counter()
-            if self._is_suspect:
-                self._worker = self._worker or Worker()
-                self._is_lost = not self._worker.run(self._fill, self._left_s)
-            else:
-                self._fill()
-            spent_s = time.perf_counter() - start
-            self._left_s -= spent_s
-            self._is_suspect |= spent_s > SUSPECT_S
-            if self.fault is None and (self._is_lost or self._left_s < 0):
-                self.fault = SLOW
-                self._give_up(self._worker if self._is_lost else None)
+            self._computed(lambda: self._matcher.fill_next_token_bitmask(self._bits))
             self._text = torch.ones(self._vocabulary.size, dtype=torch.bool) if self._is_lost else self._unpacked()
         return self._text
 
-    def _fill(self) -> None:
-        self._matcher.fill_next_token_bitmask(self._bits)
+    def _is_half(self, token_id: int) -> bool:
+        """Whether a token has, or makes, half of a surrogate pair."""
+        vocabulary = self._vocabulary
+        return token_id in vocabulary.broken or (self._is_behind_opener and token_id in vocabulary.enders)
+
+    @property
+    def _is_behind_opener(self) -> bool:
+        return bool(self._accepted) and self._accepted[-1] in self._vocabulary.openers
+
+    def _computed(self, call: Callable[[], Any]) -> Any:
+        """What the library says about the text so far; None where it does not say so in time, which is a fault.
+
+        What counts is the time that it computes, so that a busy machine makes no grammar slow.
+        """
+        found = list[Any]()
+
+        def compute() -> None:
+            start_s = time.thread_time()
+            self._catch_up()
+            found.extend((call(), time.thread_time() - start_s))
+
+        if self._is_suspect and not self._is_lost:
+            self._worker = self._worker or Worker()
+            self._is_lost = not self._worker.run(compute, self._left_s)
+        elif not self._is_lost:
+            compute()
+        self._left_s -= 0.0 if self._is_lost else found[1]
+        self._is_suspect |= not self._is_lost and found[1] > SUSPECT_S
+        if self.fault is None and (self._is_lost or self._left_s < 0):
+            self.fault = SLOW
+            self._give_up(self._worker if self._is_lost else None)
+        return None if self._is_lost else found[0]
+
+    def _catch_up(self) -> None:
+        """Have the library follow the accepted tokens."""
+        if self._common < len(self._followed):
+            self._matcher.rollback(len(self._followed) - self._common)
+            del self._followed[self._common :]
+        for token in self._accepted[self._common :]:
+            if not self._matcher.accept_token(token):
+                raise RuntimeError(f"the grammar refuses a token that its mask allowed: {token}")
+            self._followed.append(token)
+        self._common = len(self._accepted)
 
     def _unpacked(self) -> Tensor:
         bits = np.unpackbits(self._bits.numpy().view(np.uint8).reshape(-1), bitorder="little")
         mask = torch.from_numpy(bits[: self._vocabulary.size].view(np.bool_))
-        mask[self._vocabulary.special] = False
+        mask[self._vocabulary.barred] = False
+        if self._is_behind_opener:
+            mask[self._vocabulary.ender_ids] = False
         return mask
