@@ -174,6 +174,12 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.http_status == 400
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for what never comes takes a while."""
+    monkeypatch.setattr("triblade.structured.matcher.SLOW_S", 0.05)
+
+
 class StuckMatcher:
     """A matcher that answers one kind of call when it is told to."""
 
@@ -186,6 +192,7 @@ class StuckMatcher:
         return getattr(self.matcher, name)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stuck_at", ["fill_next_token_bitmask", "accept_token"])
 def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: str) -> None:  # D14
     """The engine stops waiting, whoever is beside it gets the same tokens as alone, and the form is refused from then on."""
@@ -219,6 +226,7 @@ def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: s
         time.sleep(0.005)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_many_that_never_come_are_refused(plain: LLM) -> None:  # D14
     own = GrammarCompiler(byte_tokenizer(), END + 1)
     stuck = []
