@@ -174,6 +174,12 @@ NB_MODULE(_native, m) {
              p.score(address<int32_t>(rows), count, reinterpret_cast<float*>(out), reinterpret_cast<int32_t*>(best), chosen);
            },
            "rows"_a, "count"_a, "out"_a, "best"_a, "choices"_a = nb::bytes("", 0))
+      .def("states",
+           [](Program& p, uintptr_t rows, int count, uintptr_t out) {
+             nb::gil_scoped_release release;
+             p.states(address<int32_t>(rows), count, reinterpret_cast<float*>(out));
+           },
+           "rows"_a, "count"_a, "out"_a)
       .def("draft", draft, "memory"_a, "requests"_a, "token_ids"_a, "starts"_a, "tables"_a, "lengths"_a, "tokens"_a,
            "least_chance"_a)
       .def("remember",
@@ -186,8 +192,7 @@ NB_MODULE(_native, m) {
              return firsts;
            },
            "memory"_a, "computed"_a)
-      .def_prop_ro("buffer_bytes", &Program::buffer_bytes)
-      .def_prop_ro("hidden", [](const Program& p) { return reinterpret_cast<uintptr_t>(p.hidden()); });
+      .def_prop_ro("buffer_bytes", &Program::buffer_bytes);
 
   bind_kernels(m);
   bind_suffix_index(m);

@@ -97,7 +97,6 @@ class Program {
              int32_t* out);
 
   int64_t buffer_bytes() const { return arena_->size() + (kept_ ? kept_->size() : 0) + (fused_ ? fused_->size() : 0); }
-  const float* hidden() const { return x_; }  // [T, hidden] before the final norm
 
  private:
   using Call = std::function<void(int member)>;

@@ -15,9 +15,9 @@ from triblade.engine.build import build_engine
 from triblade.engine.engine import Engine
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.engine.request import Request
-from triblade.errors import RequestError
+from triblade.errors import NumericalError, RequestError
 from triblade.models.tokenizer import Tokenizer
-from triblade.sampling_params import SamplingParams
+from triblade.sampling_params import Pooling, SamplingParams
 from triblade.spec.record import Speculation
 
 
@@ -30,6 +30,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: list[float] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
@@ -44,6 +45,7 @@ class Completion:
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *output.logprobs]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.embedding = output.embedding
         self.finish_reason, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
         self.speculation = output.speculation
         self.num_prompt_tokens, self.num_cached_tokens = output.num_prompt_tokens, output.num_cached_tokens
@@ -101,6 +103,20 @@ class LLM:
         """Answer a conversation."""
         prompt = self.tokenizer.encode_chat(messages)
         return self.generate([prompt], params)[0][0]
+
+    def embed(self, prompts: Sequence[str | Sequence[int]], pooling: Pooling = "last") -> list[list[float]]:
+        """A vector of length one for each prompt: final-norm hidden states, of the last token or the mean of all.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing was computed.
+            NumericalError: the model made something of a prompt that is not finite.
+        """
+        vectors = [
+            found.embedding for (found,) in self.generate(prompts, SamplingParams(max_tokens=0, pooling=pooling))
+        ]
+        if None in vectors:
+            raise NumericalError(f"no vector could be made of prompt number {vectors.index(None)}: it is not finite")
+        return [vector for vector in vectors if vector is not None]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt step by step; leaving the iteration aborts it."""

@@ -21,6 +21,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6  # float32 logits sta
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: dividing by it would only lose precision
 
 
+Pooling = Literal["last", "mean"]
 StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
 
 
@@ -82,6 +83,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None  # needs the package xgrammar
+    pooling: Pooling | None = (
+        None  # give one vector for the prompt, of its last token or the mean of all; needs max_tokens 0
+    )
 
     def __post_init__(self) -> None:
         """Reject what no model could serve, naming the field."""
@@ -117,6 +121,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or value >= 0, name, value, "at least 0")
+        is_alone = self.pooling is None or (self.max_tokens == 0 and self.n == 1)
+        _require(is_alone, "pooling", self.pooling, "used with max_tokens 0 and n 1")
 
     def _check_distribution(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 and 100")

@@ -263,3 +263,30 @@ def test_an_answer_by_a_schema(server: RealServer, stream: bool) -> None:  # F20
     assert 1 <= found["letters"] <= 9
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         complete(server, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)
+
+
+def test_vectors_tell_what_is_near(server: RealServer) -> None:
+    texts = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "Interest rates rose by half a per cent."]
+    for pooling in ("last", "mean"):
+        options: Any = {"extra_body": {"pooling": pooling}}
+        answer = server.openai.embeddings.create(model=MODEL, input=texts, **options)
+        cat, kitten, rates = (found.embedding for found in answer.data)
+        assert sum(x * x for x in cat) == pytest.approx(1, abs=1e-5)
+        near, far = (sum(x * y for x, y in zip(cat, other, strict=True)) for other in (kitten, rates))
+        assert near > far
+        alone = server.openai.embeddings.create(model=MODEL, input=texts[0], **options).data[0].embedding
+        assert alone == pytest.approx(cat, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_scoring_as_lm_eval_does(server: RealServer, max_tokens: int) -> None:  # C38
+    """A batch of token lists with echo: the log-probabilities of each prompt, in their order."""
+    prompts = [server.http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in (CAPITAL, LONG)]
+    options: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "seed": 1234}
+    batch = complete(server, prompts, **options)
+    for ids, choice in zip(prompts, batch.choices, strict=True):
+        single = complete(server, ids, **options).choices[0]
+        assert choice.logprobs.tokens == single.logprobs.tokens
+        assert len(choice.logprobs.token_logprobs) == len(ids) + max_tokens
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(single.logprobs.token_logprobs[1:], abs=1e-4)

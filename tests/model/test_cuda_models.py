@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_engines import SIZES, cuda_llm, cuda_open
 from cuda_models import (
     CPU,
     RecordingExecutor,
@@ -21,6 +22,7 @@ from cuda_models import (
 )
 from native_models import all_logits, rounded_source, sequence
 from tiny import prompt
+from tiny_engine import open_tiny, tiny_llm
 
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
 from triblade.engine.request import Request
@@ -317,3 +319,19 @@ def test_what_is_left_to_the_reference() -> None:
     assert "KV cache dtype float16" in str(why_not_cuda(config, torch.bfloat16, "float16"))
     narrow = model_config(cuda_tiny("llama", head_dim=20).hf_config)
     assert why_not_cuda(narrow, torch.bfloat16, "int8") == "80 inputs (CUDA kernels: a multiple of 64)"
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_vectors_of_prompts(pooling: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others that generate, whose steps would be replayed: the reference's vectors, and nobody else's tokens change."""
+    reference = tiny_llm(open_tiny("llama", **SIZES), deterministic=False, backend="reference")
+    llm = cuda_llm(cuda_open(), folder, monkeypatch)
+    speaking = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate([IDS[:9]], speaking)
+    wanted = [IDS, IDS[3:8], IDS[:1]]
+    params = [speaking] + [SamplingParams(max_tokens=0, pooling=pooling)] * len(wanted)
+    spoken, *found = llm.generate([IDS[:9], *wanted], params)
+    assert spoken[0].token_ids == expected[0].token_ids
+    ours = torch.tensor([choice.embedding for (choice,) in found])
+    assert (ours * torch.tensor(reference.embed(wanted, pooling))).sum(-1).min() > 0.99
+    llm.engine.check_idle()

@@ -17,7 +17,9 @@ from random_schemas import random_schema
 from triblade.errors import RequestError, UnsupportedError
 from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams, StructuredOutputs
+from triblade.spec.token_mask import has_any
 from triblade.structured.compiler import GrammarCompiler
+from triblade.structured.composed import composed
 
 TOY = "[!-~]{5}"
 
@@ -173,21 +175,27 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.http_status == 400
 
 
-class StuckMatcher:
-    """A matcher whose next mask comes when it is told to."""
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for what never comes takes a while."""
+    monkeypatch.setattr("triblade.structured.matcher.SLOW_S", 0.05)
 
-    def __init__(self, matcher: Any) -> None:
+
+class StuckMatcher:
+    """A matcher that answers one kind of call when it is told to."""
+
+    def __init__(self, matcher: Any, stuck_at: str = "fill_next_token_bitmask") -> None:
         self.matcher = matcher
         self.go_on = threading.Event()
-
-    def fill_next_token_bitmask(self, bits: Any) -> None:
-        self.go_on.wait(30)
+        setattr(self, stuck_at, lambda *_: self.go_on.wait(30))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.matcher, name)
 
 
-def test_a_mask_that_never_comes_ends_its_own_request(plain: LLM) -> None:  # D14
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("stuck_at", ["fill_next_token_bitmask", "accept_token"])
+def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: str) -> None:  # D14
     """The engine stops waiting, whoever is beside it gets the same tokens as alone, and the form is refused from then on."""
     own = GrammarCompiler(byte_tokenizer(), END + 1)
     stuck: list[StuckMatcher] = []
@@ -197,7 +205,7 @@ def test_a_mask_that_never_comes_ends_its_own_request(plain: LLM) -> None:  # D1
 
         def made() -> Any:
             constraint: Any = make()
-            constraint._matcher = StuckMatcher(constraint._matcher)
+            constraint._matcher = StuckMatcher(constraint._matcher, stuck_at)
             stuck.append(constraint._matcher)
             return constraint
 
@@ -219,6 +227,7 @@ def test_a_mask_that_never_comes_ends_its_own_request(plain: LLM) -> None:  # D1
         time.sleep(0.005)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_many_that_never_come_are_refused(plain: LLM) -> None:  # D14
     own = GrammarCompiler(byte_tokenizer(), END + 1)
     stuck = []
@@ -236,3 +245,63 @@ def test_many_that_never_come_are_refused(plain: LLM) -> None:  # D14
     assert own.compile(form("json_object"), frozenset({END}))().allowed().any()
     for matcher in stuck:
         matcher.go_on.set()
+
+
+def test_forms_asked_for_at_once_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:  # D14
+    own, lines = GrammarCompiler(byte_tokenizer(), END + 1), []
+    ask = own._pool.ask
+    monkeypatch.setattr(own._pool, "ask", lambda line: lines.append(line) or time.sleep(0.05) or ask(line))
+    found = []
+
+    def compiled() -> None:
+        found.append(own.compile(form("regex", "[ab]+"), frozenset({END})))
+
+    threads = [threading.Thread(target=compiled) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(found), len(lines)) == (4, 1)
+
+
+ANY = {"type": "any_text"}
+WIDE = {
+    "a class": form("regex", "[^a]+"),
+    "a dot": form("regex", ".+"),
+    "no digit": form("regex", r"\D+"),
+    "no word": form("regex", r"\W+"),
+    "no space": form("regex", r"\S+"),
+    "EBNF": form("grammar", 'root ::= "" | [^a] root'),
+    "a pattern": form("json_schema", {"type": "string", "pattern": "^[^a]+$"}),
+    "a string": form("json_schema", {"type": "string"}),
+    "a key": form("json_schema", {"type": "object", "additionalProperties": True}),
+    "any text": composed(ANY),
+    "up to a mark": composed({"type": "tag", "begin": "", "content": ANY, "end": "</t>"}),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_no_halves_of_surrogate_pairs(name: str) -> None:
+    """Wherever any character may come, also as several tokens: what has no place in UTF-8 is barred, drafted or not."""
+    tokenizer = byte_tokenizer()
+    ids = {tokenizer.token_bytes(token): token for token in range(256)}
+    constraint = compiler().compile(WIDE[name], frozenset({END}))()
+    for byte in {"a pattern": b'"', "a string": b'"', "a key": b'{"'}.get(name, b""):
+        assert constraint.accept(ids[bytes([byte])])
+    assert constraint.accept(ids[b"\xed"])
+    allowed = [byte for byte in range(256) if has_any(constraint.allowed(), [ids[bytes([byte])]])]
+    assert allowed == list(range(0x80, 0xA0)) or (name == "up to a mark" and not set(range(0xA0, 0xC0)) & set(allowed))
+    assert not constraint.accept(ids[b"\xa0"])
+    assert constraint.accept(ids[b"\x80"])
+    assert constraint.accept(ids[b"\x80"])
+    constraint.rollback(2)
+    assert not constraint.accept(ids[b"\xbf"])
+    constraint.rollback(1)
+    assert constraint.accept(ids[b"\xec"])
+    assert constraint.accept(ids[b"\xa0"])
+
+
+def test_what_random_tokens_spell_is_text(plain: LLM) -> None:
+    found = answers(plain, [form("regex", "[^a]{40}")] * 20)
+    assert all("\ufffd" not in answer.text for answer in found if answer.finish_reason == "stop")
+    assert sum(answer.finish_reason == "stop" for answer in found) > 10

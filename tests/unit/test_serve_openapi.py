@@ -26,6 +26,8 @@ CONFORMANCE = (
 OPERATIONS = (
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /v1/embeddings",
     "POST /tokenize",
     "POST /detokenize",
     "GET /v1/models",
@@ -72,7 +74,14 @@ def test_the_document(live: Live) -> None:
     assert set(found) == set(OPERATIONS)
     assert all(operation["description"] for operation in found.values())
     assert not any("422" in operation["responses"] for operation in found.values())
-    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+    for name in (
+        "CompletionRequest",
+        "ChatCompletionRequest",
+        "EmbeddingRequest",
+        "ResponsesRequest",
+        "TokenizeRequest",
+        "DetokenizeRequest",
+    ):
         (example,) = document["components"]["schemas"][name]["examples"]
         path = next(path for path, methods in document["paths"].items() if name in str(methods))
         if "model" in example:

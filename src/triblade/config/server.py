@@ -9,6 +9,7 @@ from typing import Literal
 from triblade.config.checks import require_at_least
 from triblade.errors import ConfigError
 from triblade.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, unknown_name
+from triblade.sampling_params import Pooling
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 GenerationConfigSource = Literal["auto", "none"]
@@ -47,6 +48,9 @@ class ServerConfig:
 
     reasoning_parser: str = "none"
     """Tell reasoning apart from the answer: `qwen3` and `deepseek_r1` (`<think>`), `mistral` (`[THINK]`), or `none`."""
+
+    embedding_pooling: Pooling = "last"
+    """What /v1/embeddings makes of a prompt: the hidden state of its `last` token, or the `mean` of all."""
 
     max_queued_requests: int = 1024
     """Requests that may wait; one more is answered with 503."""

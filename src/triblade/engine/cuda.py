@@ -212,7 +212,7 @@ class CudaExecutor:
         """See `DrawsTokens`."""
         self._draws = draws
 
-    def forward(self, items: Sequence[StepItem]) -> None:
+    def forward(self, items: Sequence[StepItem], *, with_states: bool = False) -> None:
         """See `StepExecutor`.
 
         Raises:
@@ -220,11 +220,11 @@ class CudaExecutor:
         """
         tokens = sum(item.num_tokens for item in items)
         with explained(f"computing a step of {tokens} tokens", self._memory, TOO_MANY_TOKENS):
-            self._forward(items)
+            self._forward(items, with_states)
 
     @torch.inference_mode()
-    def _forward(self, items: Sequence[StepItem]) -> None:
-        rows = self._expected(items)
+    def _forward(self, items: Sequence[StepItem], with_states: bool) -> None:
+        rows = None if with_states else self._expected(items)
         ahead, self._next = self._next, None
         if rows is not None:
             self._runs_ahead = True
@@ -233,7 +233,7 @@ class CudaExecutor:
                 return
         elif ahead is not None:
             self._runs_ahead = False
-        shape = _recorded_shape(items) if self._records else None
+        shape = _recorded_shape(items) if self._records and not with_states else None
         if shape is not None:
             self._begin(items, shape)
         else:
@@ -258,6 +258,11 @@ class CudaExecutor:
             return Scores(best, None)
         logits = self._logits[: len(index)] if index == list(range(len(index))) else self._logits[index]
         return Scores(best, logits[:, : self._vocab_size])
+
+    @torch.inference_mode()
+    def final_states(self, rows: Sequence[int]) -> Tensor:
+        """See `StepExecutor`. Steps that are recorded lay them out for the head only, so one that keeps them is launched."""
+        return self._hidden.values[torch.tensor(list(rows)).to(self._memory)].float()
 
     # Recorded steps
 

@@ -18,6 +18,7 @@ from triblade.engine.block_pool import BlockPool
 from triblade.engine.client import EngineLoad
 from triblade.engine.detokenizer import OutputStream
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from triblade.engine.pooling import PromptVectors
 from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner, StepResult
 from triblade.engine.scheduler import ScheduledRequest, Scheduler
@@ -30,6 +31,8 @@ from triblade.spec.record import SpeculationCounts
 from triblade.spec.sampler import child_seed
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE = "the model's logits are not finite; try --dtype bfloat16"
 
 # The form and the tokens that may end it -> a fresh constraint for every choice. May take seconds; from any thread.
 CompileConstraint = Callable[[StructuredOutputs, frozenset[int]], Callable[[], TokenConstraint]]
@@ -73,6 +76,7 @@ class Engine:
         self._numbers = itertools.count()
         self._streams: dict[Request, OutputStream] = {}
         self._prompt_logprobs: dict[Request, dict[int, TokenLogprobs]] = {}
+        self._vectors = PromptVectors()
         self._counters = dict.fromkeys(("prompt", "computed", "cached", "generated", "steps"), 0)
 
     @property
@@ -195,7 +199,7 @@ class Engine:
 
     def check_idle(self) -> None:
         """Assert that nothing leaked once no request is left."""
-        left = len(self._streams) + len(self._prompt_logprobs)
+        left = len(self._streams) + len(self._prompt_logprobs) + len(self._vectors)
         assert left == 0, "an ended request left state behind"
         self.pool.check()
 
@@ -216,13 +220,17 @@ class Engine:
         What was accepted beyond the end is dropped as if it had never been drafted. None while the prompt is incomplete.
         """
         request = result.request
-        self._note_prompt_logprobs(result)
+        self._note_prompt(result)
         if not result.item.samples:
             self.scheduler.update(result.item)
             return None
         if not result.is_finite:
-            return self._finish(request, FinishReason.ERROR, "the model's logits are not finite; try --dtype bfloat16")
+            return self._finish(request, FinishReason.ERROR, NOT_FINITE)
         output = self._output(request)
+        if request.params.pooling is not None:
+            output.embedding = self._vectors.vector(request)
+            if output.embedding is None:
+                return self._finish(request, FinishReason.ERROR, NOT_FINITE)
         reason = FinishReason.LENGTH if request.max_tokens == 0 else None
         for token, logprobs in zip(result.token_ids, result.logprobs, strict=True):
             reason = self._append(request, token, logprobs, output)
@@ -274,6 +282,7 @@ class Engine:
         output.finish_reason = request.finish_reason = reason
         output.speculation = request.speculation
         self._prompt_logprobs.pop(request, None)
+        self._vectors.forget(request)
         if self.speculator is not None and not request.keeps_blocks:
             self.speculator.forget(request)
         self.scheduler.finish(request)
@@ -290,8 +299,10 @@ class Engine:
             prompt_logprobs=self._all_prompt_logprobs(request) if first else None,
         )
 
-    def _note_prompt_logprobs(self, result: StepResult) -> None:
-        """Keep a chunk's prompt log-probabilities until the prompt is complete."""
+    def _note_prompt(self, result: StepResult) -> None:
+        """Keep a chunk's prompt log-probabilities, and its part of the prompt's vector, until the prompt is complete."""
+        if result.pooled is not None:
+            self._vectors.add(result.request, result.item.start, result.pooled)
         if result.prompt_logprobs:
             self._prompt_logprobs.setdefault(result.request, {}).update(result.prompt_logprobs)
 

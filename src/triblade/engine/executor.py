@@ -44,8 +44,8 @@ class StepExecutor(Protocol):
         """Memory of the weights as they are kept."""
         ...
 
-    def forward(self, items: Sequence[StepItem]) -> None:
-        """Compute the items' tokens; items of equal length stand together."""
+    def forward(self, items: Sequence[StepItem], *, with_states: bool = False) -> None:
+        """Compute the items' tokens; items of equal length stand together. `with_states` keeps `final_states`."""
         ...
 
     @property
@@ -55,6 +55,10 @@ class StepExecutor(Protocol):
 
     def score(self, rows: Sequence[int], *, with_logits: bool) -> Scores:
         """Apply the head to rows of the last `forward`."""
+        ...
+
+    def final_states(self, rows: Sequence[int]) -> Tensor:
+        """[R, C] float32: final-norm hidden states of rows of the last `forward`, which was to keep them."""
         ...
 
 
@@ -130,7 +134,7 @@ class TorchExecutor:
         return self.decoder.config.num_parameters * self.decoder.dtype.itemsize
 
     @torch.inference_mode()
-    def forward(self, items: Sequence[StepItem]) -> None:
+    def forward(self, items: Sequence[StepItem], *, with_states: bool = False) -> None:
         """See `StepExecutor`."""
         decoder = self.decoder
         batch = Batch.build(items, self.cache.layout.block_size, decoder.device)
@@ -143,6 +147,11 @@ class TorchExecutor:
         """See `StepExecutor`."""
         logits = self.decoder.logits(self._hidden[list(rows)])[:, : self._vocab_size]
         return Scores(best_tokens(logits), logits if with_logits else None)
+
+    @torch.inference_mode()
+    def final_states(self, rows: Sequence[int]) -> Tensor:
+        """See `StepExecutor`."""
+        return self._hidden[list(rows)].float()
 
     def keep_layers(self, layers: Sequence[int]) -> None:
         """From now on `states` has what these layers leave behind them, too."""

@@ -54,6 +54,7 @@ class NativeExecutor(NativeProgram):
         self._native.advise_huge_pages(cache.pool.data_ptr(), cache.pool.nbytes)
         self._weights = _in_one_piece(weights, self._native)
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
+        self._num_kept_layers = 0
         self._open(self._matrices(), team)
         self._record()
         self._native.release_memory()
@@ -78,7 +79,7 @@ class NativeExecutor(NativeProgram):
         """See `StepExecutor`."""
         return len(self._logits)
 
-    def forward(self, items: Sequence[StepItem]) -> None:
+    def forward(self, items: Sequence[StepItem], *, with_states: bool = False) -> None:
         """See `StepExecutor`."""
         flat = FlatSteps.of(items)
         self._program.run(start_of(flat.token_ids), *flat.sequences())
@@ -98,9 +99,17 @@ class NativeExecutor(NativeProgram):
         self._program.score(start_of(index), len(index), out, start_of(chosen), packed)
         return Scores(chosen.tolist(), self._logits[: len(index), : self._vocab_size])
 
+    def final_states(self, rows: Sequence[int]) -> Tensor:
+        """See `StepExecutor`."""
+        index, hidden = array("i", rows), self._config.hidden_size
+        states = torch.empty(len(index), (1 + self._num_kept_layers) * hidden)
+        self._program.states(start_of(index), len(index), states.data_ptr())
+        return states[:, :hidden]
+
     def keep_layers(self, layers: Sequence[int]) -> None:
         """From now on what these layers (not the last one) leave behind them belongs to a token's states, too; called once."""
         self._program.keep(list(layers))
+        self._num_kept_layers = len(layers)
 
     def _record(self) -> None:
         config, weights, program = self._config, self._weights, self._program

@@ -40,6 +40,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     queue_time_s: float | None = None  # from arrival to the first step that computed something for it
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; None for the first token
+    embedding: list[float] | None = None  # with `SamplingParams.pooling`: of length one
     speculation: Speculation | None = None  # with the last output, where drafts are made; the choice's whole record
     error: str | None = None
 

@@ -91,8 +91,8 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Prompt log-probabilities need the logits of every prompt token, which a cached block does not have."""
-        return self.params.prompt_logprobs is None
+        """Prompt log-probabilities and means need the states of every prompt token, which a cached block does not have."""
+        return self.params.prompt_logprobs is None and self.params.pooling != "mean"
 
     @property
     def order(self) -> tuple[int, int]:

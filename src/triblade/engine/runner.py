@@ -16,7 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from torch import Tensor
+
 from triblade.engine.executor import GREEDY, Choice, ChoosesTokens, Draw, DrawsTokens, Scores, StepExecutor
+from triblade.engine.pooling import pooled_rows
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
@@ -38,6 +41,7 @@ class StepResult:
     )  # new tokens, accepted drafts first; none while the prompt is incomplete
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per token
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
+    pooled: Tensor | None = None  # float64 [C]: states of the chunk that belong to the prompt's vector, together
     is_finite: bool = True
 
     @property
@@ -67,8 +71,10 @@ class ModelRunner:
         results = [StepResult(item, row) for item, row in zip(items, first_rows, strict=False)]
         sampling = [r for r in results if r.item.samples and r.request.max_tokens > 0]
         is_chosen = self._leave_choice(results, sampling)
-        self.executor.forward(items)
+        pooling = [result for result in results if result.request.params.pooling is not None]
+        self.executor.forward(items, with_states=bool(pooling))
         self._score_prompts(results)
+        self._pool(pooling)
         if sampling:
             self._sample(sampling, is_chosen)
         return results
@@ -152,6 +158,13 @@ class ModelRunner:
                 assert logits is not None
                 scored = self.sampler.logprobs(logits, targets, [number] * len(targets))
                 result.prompt_logprobs.update(enumerate(scored, start + 1))
+
+    def _pool(self, results: list[StepResult]) -> None:
+        """Add up the hidden states that prompts are to be described by."""
+        for result in results:
+            rows = pooled_rows(result.item, result.first_row)
+            if rows:
+                result.pooled = self.executor.final_states(rows).double().sum(0).cpu()
 
 
 def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:

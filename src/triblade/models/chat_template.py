@@ -22,7 +22,10 @@ from triblade.errors import RequestError
 Messages = Sequence[Mapping[str, Any]]
 
 # Part type -> the key that holds its text. Other types (images, audio) are refused by name.
-_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+# Type of a part -> its field; the later ones are those of the Responses API.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"} | dict.fromkeys(
+    ("input_text", "output_text", "reasoning_text", "summary_text"), "text"
+)
 _PROBE = "triblade probe"
 # Ends in a space, so that a template that trims the message shows by its absence.
 _CONTINUE_MARK = "\ue000continue here\ue001 "

@@ -24,7 +24,7 @@ from triblade.serve.metrics import ServerMetrics
 from triblade.serve.outputs import open_outputs
 from triblade.serve.problems import log_fault, problem
 from triblade.serve.recorder import RequestRecorder
-from triblade.serve.render.base import DONE, Envelope, Renderer, event
+from triblade.serve.render.base import Envelope, Renderer, StreamRenderer
 from triblade.serve.state import ServerState
 from triblade.serve.stoppable import Stoppable
 
@@ -52,9 +52,11 @@ class GenerationResponse(Response):
         super().__init__()
         self._job = job
         self._state = state
-        self._label = f"{job.id_prefix}-{uuid.uuid4().hex}"
+        self._label = f"{job.id_prefix}{uuid.uuid4().hex}"
         self._engine = state.require_ready()
-        self._renderer = make_renderer(job, Envelope(self._label, int(time.time()), job.model), self._engine.tokenizer)
+        envelope = Envelope(self._label, int(time.time()), job.model)
+        self._renderer = make_renderer(job, envelope, self._engine.tokenizer)
+        self._events = self._renderer if job.stream and isinstance(self._renderer, StreamRenderer) else None
         self._metrics = metrics
         self._started = False
 
@@ -76,9 +78,9 @@ class GenerationResponse(Response):
                 logger.debug("%s: the client left", self._label)
             except Exception as error:
                 leftover = FinishReason.ABORT if isinstance(error, ServeError) else FinishReason.ERROR
-                if not self._started:
+                if self._events is None or not self._started:
                     raise
-                await self._last_words(error, send)
+                await self._last_words(error, self._events, send)
             finally:
                 self._recorder.close(leftover)
 
@@ -99,8 +101,8 @@ class GenerationResponse(Response):
         async with open_outputs(self._engine, self._job, self._label) as outputs:
             async for prompt, output in outputs:
                 self._note(prompt, output)
-                if self._job.stream:
-                    await self._send_chunk(send, self._renderer.chunk(prompt, output))
+                if self._events is not None:
+                    await self._send_chunk(send, self._events.chunk(prompt, output))
                 else:
                     self._renderer.collect(prompt, output)
         if self._recorder.num_open:
@@ -126,9 +128,9 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def _finish(self, send: Send) -> None:
-        usage = self._recorder.usage.as_json()
-        if self._job.stream:
-            last = (self._renderer.usage_chunk(usage) if self._job.include_usage else b"") + DONE
+        usage = self._recorder.usage
+        if self._events is not None:
+            last = self._events.ending(usage)
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return
         body = self._renderer.body(usage)
@@ -137,12 +139,12 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _last_words(self, error: Exception, send: Send) -> None:
+    async def _last_words(self, error: Exception, events: StreamRenderer, send: Send) -> None:
         """Tell a client that already has a status and some chunks that the rest is missing."""
         log_fault(error, self._label)
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                words = event(problem(error).body()) + DONE
+                words = events.failure(problem(error))
                 await send({"type": "http.response.body", "body": words, "more_body": False})
         except TimeoutError:
             logger.warning("%s: the client does not read; connection dropped", self._label)

@@ -6,6 +6,9 @@ Knows no web framework.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from triblade.errors import RequestError, TribladeError
 
 RETRY_SOON_S = 1
@@ -22,6 +25,16 @@ class ServeError(TribladeError):
 
     code: str | None = None
     retry_after_s: int | None = None
+
+
+@contextmanager
+def called(**names: str) -> Iterator[None]:
+    """Errors of the block name the fields of the client's body: `called(prompt="input")`."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 class BodyTooLargeError(RequestError):

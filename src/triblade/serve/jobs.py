@@ -16,8 +16,14 @@ from triblade.errors import RequestError
 from triblade.sampling_params import SamplingParams, check_token_ids
 from triblade.serve.chat_answer import chat_reading, held
 from triblade.serve.message import PLAIN, Reading
-from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, TemplateFields
-from triblade.serve.sampling import COMPLETION_MAX_TOKENS, chat_params, completion_params
+from triblade.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationBody,
+    TemplateFields,
+)
+from triblade.serve.sampling import COMPLETION_MAX_TOKENS, chat_params, completion_params, embedding_params
 from triblade.serve.state import ServedEngine, ServerState
 from triblade.serve.tools.request import shown_tools, tool_use
 
@@ -46,14 +52,14 @@ class _ChatPrompt(NamedTuple):
 class Job:
     """One request, ready for the engine."""
 
-    id_prefix: str  # of the answer's id
+    id_prefix: str  # of the answer's id, with what parts it from the rest
     model: str  # as the answer names it
     prompts: Sequence[PromptJob]
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    return_speculation: bool
-    wants_prompt_logprobs: bool
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    return_speculation: bool = False
+    wants_prompt_logprobs: bool = False
     priority: int
     reading: Reading = PLAIN
 
@@ -100,6 +106,26 @@ async def chat_job(body: ChatCompletionRequest, state: ServerState) -> Job:
     params = held(params, use, reading, engine.tokenizer)
     await _offload(_checking_size(params), partial(engine.check, prompt.token_ids, params))
     return replace(_job(body, model, [PromptJob(prompt.token_ids, params)]), reading=reading)
+
+
+async def embedding_job(body: EmbeddingRequest, state: ServerState) -> Job:
+    """Prepare a request for vectors.
+
+    Raises:
+        RequestError: naming the field at fault.
+    """
+    engine = state.require_ready()
+    model = state.resolve_name(body.model)
+    params = embedding_params(body, state.config)
+    inputs = _prompt_list(body.input)
+    state.check_size(len(inputs))
+    characters = sum(len(text) for text in inputs if isinstance(text, str))
+    return Job(
+        id_prefix="embd-",
+        model=model,
+        prompts=await _offload(characters, partial(_embedding_prompts, engine, inputs, params, body)),
+        priority=body.priority or 0,
+    )
 
 
 async def chat_token_ids(
@@ -164,16 +190,28 @@ def _completion_prompts(
 def _completion_prompt(
     engine: ServedEngine, prompt: str | list[int], params: SamplingParams, body: CompletionRequest
 ) -> PromptJob:
-    if isinstance(prompt, str):
-        token_ids = engine.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    else:
-        token_ids = prompt
-        check_token_ids("prompt", token_ids, engine.tokenizer.vocab_size)
+    token_ids = _token_ids(engine, prompt, body.add_special_tokens)
     if params.max_tokens is None:
         room = max(1, engine.max_model_len - len(token_ids))
         params = replace(params, max_tokens=min(COMPLETION_MAX_TOKENS, room))
     engine.check(token_ids, params)
     return PromptJob(token_ids, params, _echoed(engine, prompt, params) if body.echo else None)
+
+
+def _embedding_prompts(
+    engine: ServedEngine, inputs: Sequence[str | list[int]], params: SamplingParams, body: EmbeddingRequest
+) -> list[PromptJob]:
+    prompts = [PromptJob(_token_ids(engine, given, body.add_special_tokens), params) for given in inputs]
+    for prompt in prompts:
+        engine.check(prompt.token_ids, params)
+    return prompts
+
+
+def _token_ids(engine: ServedEngine, prompt: str | list[int], add_special_tokens: bool | None) -> list[int]:
+    if isinstance(prompt, str):
+        return engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
+    check_token_ids("prompt", prompt, engine.tokenizer.vocab_size)
+    return prompt
 
 
 def _echoed(engine: ServedEngine, prompt: str | list[int], params: SamplingParams) -> str:
@@ -198,7 +236,7 @@ def _render_and_encode(engine: ServedEngine, body: TemplateFields, messages: lis
 
 def _job(body: GenerationBody, model: str, prompts: Sequence[PromptJob]) -> Job:
     return Job(
-        id_prefix="cmpl" if isinstance(body, CompletionRequest) else "chatcmpl",
+        id_prefix="cmpl-" if isinstance(body, CompletionRequest) else "chatcmpl-",
         model=model,
         prompts=prompts,
         stream=bool(body.stream),

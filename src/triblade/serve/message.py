@@ -43,6 +43,11 @@ class MessageReader:
         """Whether a call was told."""
         return self._calls is not None and self._calls.num_calls > 0
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside of reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
     def feed(self, text: str, *, is_last: bool) -> list[Piece]:
         """The pieces that can be told now; with the last text, all that are left."""
         reasoning, said = ("", text) if self._reasoning is None else self._reasoning.feed(text)

@@ -7,9 +7,11 @@ used (`SamplingParams`, the engine), so that they exist once. Fields not listed 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from triblade.sampling_params import Pooling
 
 MAX_SAFE_FLOAT = 2**53  # whole numbers up to here survive being written as 1.0
 
@@ -63,6 +65,9 @@ Prompt = Annotated[
 ]
 Stop = Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+
+
+EncodingFormat = Literal["float", "base64"]
 
 
 class RequestBody(BaseModel):
@@ -178,6 +183,52 @@ class TokenizeRequest(TemplateFields):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("exactly one of prompt and messages must be given")
         return self
+
+
+class ResponsesRequest(RequestBody):
+    """Body of POST /v1/responses; nothing is stored, so a conversation is sent whole."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Hello"}]})
+
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or items: messages, calls, their results, reasoning."
+    )
+    instructions: str | None = Field(None, description="A system message before the input.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = Field(
+        None, description="Default: the rest of the context."
+    )
+    temperature: float | None = Field(None, description="0 is greedy; default 1, or the model's.")
+    top_p: float | None = None
+    top_k: Integer | None = Field(None, description="0 or -1: all.")
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    stop: Stop | None = Field(None, description="Strings that end the answer; not part of it.")
+    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
+    text: dict[str, Any] | None = Field(None, description="`format`: type text, json_object or json_schema.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: dict[str, Any] | str | None = Field(None, description="auto, none, required, or a function.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; default true.")
+    reasoning: dict[str, Any] | None = Field(None, description="Sent back as it is.")
+    metadata: dict[str, Any] | None = Field(None, description="Sent back as it is.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+
+class EmbeddingRequest(RequestBody):
+    """Body of POST /v1/embeddings."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Paris is a city."}]})
+
+    input: Prompt
+    encoding_format: EncodingFormat | None = Field(
+        None, description="base64 is of float32, little-endian; default float."
+    )
+    pooling: Pooling | None = Field(None, description="Of the last token, or the mean of all; default: the server's.")
+    add_special_tokens: bool | None = Field(None, description="Apply the tokenizer's own rule; default true.")
+    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
 
 
 class DetokenizeRequest(RequestBody):

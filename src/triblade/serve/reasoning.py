@@ -55,6 +55,11 @@ class ReasoningReader:
         self._state: Callable[[], tuple[str, str]] = self._inside if is_open else self._before
         self._is_fresh = True  # white space at the beginning of a part is not told
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text so far ends inside of the reasoning."""
+        return self._state == self._inside
+
     def feed(self, text: str) -> tuple[str, str]:
         """What can be told now: (reasoning, answer)."""
         self._text += text

@@ -29,6 +29,11 @@ def _text_only(value: Any) -> bool:
     return not value or value == ["text"]
 
 
+def _only_reasoning(value: Any) -> bool:
+    """Clients that store nothing ask for reasoning in a sealed form; here it comes back readable anyway."""
+    return not value or value == ["reasoning.encrypted_content"]
+
+
 _FUNCTIONS = Refusal("use tools and tool_choice")
 _TEXT_IN = Refusal("this server reads text and token ids only")
 
@@ -48,6 +53,12 @@ COMPLETION: Mapping[str, Refusal] = {
     **COMMON,
     "suffix": Refusal("inserting text before a suffix needs a model trained for it", lambda value: value is None),
 }
+EMBEDDING: Mapping[str, Refusal] = {
+    "dimensions": Refusal("vectors of these models are not made to be cut", lambda value: value is None),
+    "normalize": Refusal("vectors are of length one always", lambda value: value is not False),
+    "messages": Refusal("send text or token ids as input"),
+    **{name: COMMON[name] for name in ("truncate_prompt_tokens", "cache_salt", "prompt_embeds")},
+}
 CHAT: Mapping[str, Refusal] = {
     **COMMON,
     "functions": _FUNCTIONS,
@@ -60,6 +71,21 @@ CHAT: Mapping[str, Refusal] = {
     "echo": Refusal("use continue_final_message to go on with a message"),
     "best_of": Refusal("use n"),
     "suffix": COMPLETION["suffix"],
+}
+
+
+_STATELESS = Refusal("nothing is stored here; send the whole conversation as input")
+RESPONSES: Mapping[str, Refusal] = {
+    **COMMON,
+    "store": Refusal("nothing is stored here; send store: false"),
+    "background": Refusal("nothing is stored here; send background: false"),
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "prompt": Refusal("prompts are not stored here; send the text as input"),
+    "truncation": Refusal("shorten the input before sending it", lambda value: value in (None, "disabled")),
+    "top_logprobs": Refusal("use /v1/chat/completions"),
+    "include": Refusal("log-probabilities: use /v1/chat/completions; others: this server makes none", _only_reasoning),
+    "context_management": Refusal("shorten the input before sending it"),
 }
 
 

@@ -159,6 +159,76 @@ class ChatCompletion(_Answer):
     usage: UsageBody
 
 
+class InputTokensDetails(PromptTokensDetails):
+    """Where input tokens came from."""
+
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    """What output tokens were."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why the answer was cut."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseBody(_Answer):
+    """Answer of POST /v1/responses; it repeats what was asked for."""
+
+    model_config = ConfigDict(protected_namespaces=(), extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
+class Embedding(_Answer):
+    """The vector of one prompt; base64 text where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(_Answer):
+    """Answer of POST /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 class Tokenized(_Answer):
     """Answer of POST /tokenize."""
 

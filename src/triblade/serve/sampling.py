@@ -10,9 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from triblade.config import ServerConfig
 from triblade.errors import RequestError
 from triblade.sampling_params import SamplingParams
-from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from triblade.serve.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, GenerationBody
 from triblade.serve.structured import structured_outputs
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> Sam
     values["max_tokens"] = limit
     values["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     return SamplingParams(**values)
+
+
+def embedding_params(body: EmbeddingRequest, config: ServerConfig) -> SamplingParams:
+    """Parameters of a request for vectors."""
+    return SamplingParams(max_tokens=0, pooling=body.pooling or config.embedding_pooling)
 
 
 def _common(body: GenerationBody, defaults: Mapping[str, Any]) -> dict[str, Any]:

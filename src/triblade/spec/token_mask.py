@@ -29,5 +29,5 @@ def unpacked(masks: Tensor, size: int) -> Tensor:
 
 def has_any(mask: Tensor, token_ids: Sequence[int]) -> bool:
     """Whether one of these tokens is in the mask."""
-    words: list[int] = mask.tolist()
-    return any(words[token // WORD_BITS] >> token % WORD_BITS & 1 for token in token_ids)
+    words: list[int] = mask[[token // WORD_BITS for token in token_ids]].tolist()
+    return any(word >> token % WORD_BITS & 1 for word, token in zip(words, token_ids, strict=True))

@@ -1,24 +1,20 @@
-"""From the form a request asks for to constraints, compiled once per form, in a process that can be ended.
+"""From the form a request asks for to constraints, compiled once per form, in processes that can be ended.
 
-Knows no engine. Nothing of xgrammar is imported before the first form is asked for. Life of a form: cached -> done; else one thread
-at a time sends it to the compiling process and waits, at most `limit_s`. Forms that failed are remembered like those that did not.
+Knows no engine. Nothing of xgrammar is imported before the first form is asked for. Life of a form: cached -> done; asked for by
+another thread -> wait for it; else ask a compiling process, for at most `limit_s`. Forms that failed are remembered, too.
 """
 
 from __future__ import annotations
 
 import json
-import select
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from triblade.errors import RequestError, UnsupportedError
 from triblade.models.tokenizer import Tokenizer
@@ -26,20 +22,22 @@ from triblade.sampling_params import StructuredOutputs
 from triblade.spec.constraint import TokenConstraint
 from triblade.structured.json_schema import narrowed
 from triblade.structured.patience import SLOW, Abandoned, Worker
+from triblade.structured.processes import CompilePool, CompileProcess
 
 if TYPE_CHECKING:
     import xgrammar
 
     from triblade.structured.matcher import Vocabulary
 
+Found: TypeAlias = "xgrammar.CompiledGrammar | RequestError"
+
 PARAM = "structured_outputs"
 COMPILE_LIMIT_S = 5.0
-START_LIMIT_S = 120.0  # the compiling process imports for seconds
 MAX_TEXT = 2**18  # characters of a form
 CACHE_BYTES = 2**28
 CACHE_FORMS = 512
 CACHE_SLOW = 64
-MAX_MEMORY_BYTES = 2**30  # of the compiling process, beyond what it has when it starts
+MAX_MEMORY_BYTES = 2**30  # of a compiling process, beyond what it has when it starts
 # Forms that hold expressions of the client's own: what following them costs is up to the client.
 SUSPECT_KINDS = ("regex", "grammar")
 SUSPECT_MARKS = ('"pattern', '"regex"', '"grammar"')
@@ -53,7 +51,7 @@ class GrammarCompiler:
         tokenizer: spells tokens.
         vocab_size: tokens that may be chosen are below.
         limit_s: seconds for one form.
-        memory_bytes: of the compiling process.
+        memory_bytes: of a compiling process.
     """
 
     def __init__(
@@ -68,8 +66,9 @@ class GrammarCompiler:
         self._limit_s = limit_s
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
-        self._cache: OrderedDict[StructuredOutputs, xgrammar.CompiledGrammar | RequestError] = OrderedDict()
-        self._process: _Process | None = None
+        self._cache: OrderedDict[StructuredOutputs, Found] = OrderedDict()
+        self._pending: dict[StructuredOutputs, Future[Found]] = {}
+        self._pool = CompilePool(self._start, limit_s)
         self._abandoned = Abandoned()
         self._slow: deque[StructuredOutputs] = deque(maxlen=CACHE_SLOW)
 
@@ -78,6 +77,7 @@ class GrammarCompiler:
 
         Raises:
             RequestError: the form is wrong, or takes too long or too much memory.
+            QueueFullError: too many others are being compiled.
             UnsupportedError: xgrammar is not installed.
         """
         _require_library()
@@ -89,10 +89,7 @@ class GrammarCompiler:
 
         if form in self._slow:
             raise RequestError(SLOW, param=PARAM)
-        with self._lock:
-            found = self._cache.pop(form, None) or self._compiled(form)
-            self._cache[form] = found
-            self._shrink()
+        found = self._found(form)
         if isinstance(found, RequestError):
             raise RequestError(found.message, hint=found.hint, param=PARAM)
         is_suspect = _is_suspect(form)
@@ -114,16 +111,44 @@ class GrammarCompiler:
 
         return read_vocabulary(self._tokenizer, self._vocab_size)
 
-    def _compiled(self, form: StructuredOutputs) -> xgrammar.CompiledGrammar | RequestError:
+    def _found(self, form: StructuredOutputs) -> Found:
+        """What became of a form, now or before; who asks for one that is being compiled waits for the first to ask."""
+        with self._lock:
+            found = self._cache.get(form)
+            if found is not None:
+                self._cache.move_to_end(form)
+                return found
+            pending = self._pending.get(form)
+            mine = self._pending.setdefault(form, Future())
+        if pending is not None:
+            return pending.result()
+        try:
+            mine.set_result(self._compiled(form))
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._pending[form]
+        return mine.result()
+
+    def _start(self) -> CompileProcess:
+        return CompileProcess(self._vocabulary.info.serialize_json(), self._memory_bytes)
+
+    def _compiled(self, form: StructuredOutputs) -> Found:
+        """Ask a process, and remember."""
+        found = self._answer(form)
+        with self._lock:
+            self._cache[form] = found
+            self._shrink()
+        return found
+
+    def _answer(self, form: StructuredOutputs) -> Found:
         import xgrammar
 
-        if self._process is None:
-            self._process = _Process(self._vocabulary.info.serialize_json(), self._memory_bytes)
         try:
-            line = self._process.ask(json.dumps(asdict(form)), self._limit_s)
+            line = self._pool.ask(json.dumps(asdict(form)))
         except (TimeoutError, EOFError, BrokenPipeError) as error:
-            self._process.end()
-            self._process = None
             spent = f"more than {self._limit_s:g} s" if isinstance(error, TimeoutError) else "too much memory"
             return RequestError(f"the {form.kind} takes {spent} to compile and to follow", hint="simplify it")
         answer = json.loads(line)
@@ -142,30 +167,6 @@ class GrammarCompiler:
             total -= size
 
 
-class _Process:
-    """The compiling process; ends with this object, at the latest."""
-
-    def __init__(self, vocabulary: str, memory_bytes: int) -> None:
-        command = [sys.executable, "-m", "triblade.structured.child", str(memory_bytes)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self.end = weakref.finalize(self, _end, self._process)
-        self.ask(vocabulary, START_LIMIT_S)
-
-    def ask(self, line: str, limit_s: float) -> bytes:
-        """Its answer to a line.
-
-        Raises:
-            TimeoutError: none within `limit_s`.
-            EOFError, BrokenPipeError: the process is gone.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
-        return _read_line(self._process.stdout, time.monotonic() + limit_s)
-
-
 def _is_suspect(form: StructuredOutputs) -> bool:
     return form.kind in SUSPECT_KINDS or any(mark in form.text for mark in SUSPECT_MARKS)
 
@@ -174,24 +175,6 @@ def _require_library() -> None:
     if find_spec("xgrammar") is None:
         hint = "pip install 'triblade[structured]' where the server runs"
         raise UnsupportedError("structured output needs the package xgrammar", hint=hint, param=PARAM)
-
-
-def _read_line(stream: IO[bytes], deadline: float) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        # `stream` has a buffer of its own that `select` does not see: `read1` never leaves anything in it.
-        piece = stream.read1(2**20)  # type: ignore[attr-defined]
-        if not piece:
-            raise EOFError
-        line += piece
-    return line
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def _brief(message: str) -> str:

@@ -6,26 +6,50 @@ request. Special tokens have no text here, so no grammar allows one: end tokens 
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xgrammar
 from torch import Tensor
 
 from triblade.models.tokenizer import Tokenizer
-from triblade.spec.token_mask import packed
+from triblade.spec.token_mask import has_any, packed
 from triblade.structured.patience import SLOW, Worker
+
+HALF = re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair
+HALF_BEGIN = b"\xed"
+HALF_ENDS = frozenset(bytes([byte]) for byte in range(0xA0, 0xC0))
+SLOW_S = 0.5  # that one output may spend here,
+SLOW_TOKEN_S = 0.003  # and for every token of it
+SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer as the library sees it."""
+    """A tokenizer as the library sees it.
+
+    The library takes halves of surrogate pairs for characters, so "any but some" may be one. In UTF-8 they would be the byte 0xED
+    and one of 0xA0 to 0xBF, which follow each other nowhere else.
+
+    Attributes:
+        kept: mask of the tokens that an output may have: not those that stand for no text, and not the broken ones.
+        broken: tokens that have half of a surrogate pair inside.
+        openers: tokens that end in 0xED.
+        enders: tokens that make such a half behind an opener.
+        kept_behind_opener: mask of `kept` without them.
+    """
 
     info: xgrammar.TokenizerInfo
-    spoken: Tensor  # mask of those that stand for text
     size: int
+    kept: Tensor
+    broken: frozenset[int]
+    openers: frozenset[int]
+    enders: frozenset[int]
+    kept_behind_opener: Tensor
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
@@ -37,26 +61,38 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     info = xgrammar.TokenizerInfo(
         list[bytes](spelled), xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends or [0]
     )
-    return Vocabulary(info, packed(torch.tensor([bool(text) for text in spelled])), size)
+    silent = {i for i, text in enumerate(spelled) if not text}
+    broken = frozenset(i for i, text in enumerate(spelled) if HALF.search(text))
+    enders = frozenset(i for i, text in enumerate(spelled) if text[:1] in HALF_ENDS)
+    return Vocabulary(
+        info=info,
+        size=size,
+        kept=_mask(set(range(size)) - silent - broken, size),
+        broken=broken,
+        openers=frozenset(i for i, text in enumerate(spelled) if text.endswith(HALF_BEGIN)),
+        enders=enders,
+        kept_behind_opener=_mask(set(range(size)) - silent - broken - enders, size),
+    )
 
 
-SLOW_S = 0.5  # that one output may spend here,
-SLOW_TOKEN_S = 0.003  # and for every token of it
-SUSPECT_S = 0.005  # a mask that took longer was the last that the engine's thread computes itself
+def _mask(tokens: Iterable[int], size: int) -> Tensor:
+    is_in = torch.zeros(size, dtype=torch.bool)
+    is_in[list(tokens)] = True
+    return packed(is_in)
 
 
 class GrammarConstraint:
     """Implements `TokenConstraint`.
 
-    Nothing can stop the library while it computes a mask, so masks of suspect grammars are computed by a thread of their own, and
-    the engine stops waiting when the output's time is spent. From then on the matcher belongs to that thread.
+    Nothing can stop the library while it computes, so it computes for suspect grammars in a thread of their own, and the engine
+    stops waiting when the output's time is spent. From then on the matcher belongs to that thread.
 
     Args:
         grammar: compiled for this vocabulary.
         vocabulary: tokens.
         stops: tokens that end an output.
         give_up: told when the grammar is too slow, with the thread that goes on computing, if there is one.
-        is_suspect: its masks are computed by another thread from the start.
+        is_suspect: the library computes in another thread from the start.
     """
 
     def __init__(
@@ -70,12 +106,13 @@ class GrammarConstraint:
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._vocabulary = vocabulary
-        is_stop = torch.zeros(vocabulary.size, dtype=torch.bool)
-        is_stop[[t for t in stops if t < vocabulary.size]] = True
-        self._stops = packed(is_stop)
+        self._stops = _mask((t for t in stops if t < vocabulary.size), vocabulary.size)
         self._text: Tensor | None = None  # mask: tokens that go on with the text from here
         self._known: Tensor | None = None  # the same, with end tokens
         self._left_s = SLOW_S
+        self._accepted: list[int] = []
+        self._followed: list[int] = []  # by the library
+        self._common = 0  # tokens that both begin with
         self._give_up = give_up
         self._is_suspect = is_suspect
         self._worker: Worker | None = None
@@ -87,47 +124,93 @@ class GrammarConstraint:
         if self._known is None:
             self._left_s += SLOW_TOKEN_S
             self._known = self._text_tokens()
-            if not self._is_lost and self._matcher.is_completed():
+            if self._is_complete():
                 self._known = self._known | self._stops
             if self.fault is None and not bool(self._known.any()):
                 self.fault = "the grammar came to a point where no token may follow"
         return self._known
 
     def accept(self, token_id: int) -> bool:
-        """See `TokenConstraint`."""
-        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids:
+        """See `TokenConstraint`. Where the mask is known it has the answer, and the library follows when it is asked again."""
+        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids or self._is_half(token_id):
             return False
-        accepted: bool = self._matcher.accept_token(token_id)
-        if accepted:
+        if self._text is None:
+            is_accepted = bool(self._computed(lambda: self._matcher.accept_token(token_id)))
+            self._followed += [token_id] * is_accepted
+            self._common += is_accepted
+        else:
+            is_accepted = has_any(self._text, [token_id])
+        if is_accepted:
+            self._accepted.append(token_id)
             self._text = self._known = None
-        return accepted
+        return is_accepted
 
     def rollback(self, count: int) -> None:
         """See `TokenConstraint`."""
         if count and not self._is_lost:
-            self._matcher.rollback(count)
+            del self._accepted[-count:]
+            self._common = min(self._common, len(self._accepted))
             self._text = self._known = None
 
     @property
     def is_exhausted(self) -> bool:
         """See `TokenConstraint`."""
-        return not self._is_lost and self._matcher.is_completed() and not bool(self._text_tokens().any())
+        return self._is_complete() and not bool(self._text_tokens().any())
+
+    def _is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar knows."""
+        return bool(self._computed(self._matcher.is_completed))
 
     def _text_tokens(self) -> Tensor:
         """Mask of the tokens that go on with the text; any of them where it was not found out in time, which is a fault."""
         if self._text is None:
-            start = time.perf_counter()
-            bits = xgrammar.allocate_token_bitmask(1, self._vocabulary.size)  # int32 [1, W]
-            if self._is_suspect:
-                self._worker = self._worker or Worker()
-                self._is_lost = not self._worker.run(lambda: self._matcher.fill_next_token_bitmask(bits), self._left_s)
-            else:
-                self._matcher.fill_next_token_bitmask(bits)
-            spent_s = time.perf_counter() - start
-            self._left_s -= spent_s
-            self._is_suspect |= spent_s > SUSPECT_S
-            if self.fault is None and (self._is_lost or self._left_s < 0):
-                self.fault = SLOW
-                self._give_up(self._worker if self._is_lost else None)
-            self._text = torch.full_like(bits[0], -1) if self._is_lost else bits[0] & self._vocabulary.spoken
+            vocabulary = self._vocabulary
+            bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # int32 [1, W], all set
+            self._computed(lambda: self._matcher.fill_next_token_bitmask(bits))
+            kept = vocabulary.kept_behind_opener if self._is_behind_opener else vocabulary.kept
+            self._text = torch.full_like(kept, -1) if self._is_lost else bits[0] & kept
         return self._text
+
+    def _is_half(self, token_id: int) -> bool:
+        """Whether a token has, or makes, half of a surrogate pair."""
+        vocabulary = self._vocabulary
+        return token_id in vocabulary.broken or (self._is_behind_opener and token_id in vocabulary.enders)
+
+    @property
+    def _is_behind_opener(self) -> bool:
+        return bool(self._accepted) and self._accepted[-1] in self._vocabulary.openers
+
+    def _computed(self, call: Callable[[], Any]) -> Any:
+        """What the library says about the text so far; None where it does not say so in time, which is a fault.
+
+        What counts is the time that it computes, so that a busy machine makes no grammar slow.
+        """
+        found = list[Any]()
+
+        def compute() -> None:
+            start_s = time.thread_time()
+            self._catch_up()
+            found.extend((call(), time.thread_time() - start_s))
+
+        if self._is_suspect and not self._is_lost:
+            self._worker = self._worker or Worker()
+            self._is_lost = not self._worker.run(compute, self._left_s)
+        elif not self._is_lost:
+            compute()
+        self._left_s -= 0.0 if self._is_lost else found[1]
+        self._is_suspect |= not self._is_lost and found[1] > SUSPECT_S
+        if self.fault is None and (self._is_lost or self._left_s < 0):
+            self.fault = SLOW
+            self._give_up(self._worker if self._is_lost else None)
+        return None if self._is_lost else found[0]
+
+    def _catch_up(self) -> None:
+        """Have the library follow the accepted tokens."""
+        if self._common < len(self._followed):
+            self._matcher.rollback(len(self._followed) - self._common)
+            del self._followed[self._common :]
+        for token in self._accepted[self._common :]:
+            if not self._matcher.accept_token(token):
+                raise RuntimeError(f"the grammar refuses a token that its mask allowed: {token}")
+            self._followed.append(token)
+        self._common = len(self._accepted)

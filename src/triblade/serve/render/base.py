@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from triblade import __version__
 from triblade.engine.outputs import RequestOutput
+from triblade.serve.problems import Problem
 from triblade.serve.strict_json import dumps
 
 Json = dict[str, Any]
@@ -39,22 +40,31 @@ class Envelope:
 
 
 class Renderer(Protocol):
-    """Turns the outputs of one request into its answer, as a stream or as one body."""
+    """Turns the outputs of one request into its answer, in one body."""
+
+    def collect(self, prompt: int, output: RequestOutput) -> None:
+        """Keep an output of prompt number `prompt` for `body`."""
+        ...
+
+    def body(self, usage: Usage) -> bytes:
+        """The whole answer."""
+        ...
+
+
+@runtime_checkable
+class StreamRenderer(Renderer, Protocol):
+    """The same, or a stream."""
 
     def chunk(self, prompt: int, output: RequestOutput) -> bytes:
         """Server-sent events for an output of prompt number `prompt`; empty when there is nothing to tell yet."""
         ...
 
-    def usage_chunk(self, usage: Json) -> bytes:
-        """The event with the usage and without choices."""
+    def ending(self, usage: Usage) -> bytes:
+        """The events behind those of the last output."""
         ...
 
-    def collect(self, prompt: int, output: RequestOutput) -> None:
-        """Keep an output for `body`."""
-        ...
-
-    def body(self, usage: Json) -> bytes:
-        """The whole answer."""
+    def failure(self, problem: Problem) -> bytes:
+        """The events that end a stream of which the rest is missing."""
         ...
 
 
@@ -63,6 +73,7 @@ class ChunkWriter:
 
     def __init__(self, envelope: Envelope, kind: str, *, announces_usage: bool) -> None:
         self._fields = envelope.fields(kind)
+        self._announces_usage = announces_usage
         self._head = b"data: " + dumps(self._fields)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if announces_usage else b"]}\n\n"
 
@@ -70,9 +81,14 @@ class ChunkWriter:
         """One event with one choice."""
         return self._head + dumps(choice) + self._tail
 
-    def usage(self, usage: Json) -> bytes:
-        """The event without choices."""
-        return event({**self._fields, "choices": [], "usage": usage})
+    def ending(self, usage: Usage) -> bytes:
+        """The usage, if it is to be told, in an event without choices; then the mark of the end."""
+        told = event({**self._fields, "choices": [], "usage": usage.as_json()}) if self._announces_usage else b""
+        return told + DONE
+
+    def failure(self, problem: Problem) -> bytes:
+        """What went wrong, and the mark of the end."""
+        return event(problem.body()) + DONE
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,8 @@ from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.serve.jobs import Job
 from triblade.serve.message import MessageReader
 from triblade.serve.pieces import Message, Piece
-from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, speculation_json
+from triblade.serve.problems import Problem
+from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, Usage, speculation_json
 from triblade.serve.render.logprobs import LogprobWriter, prompt_logprobs
 from triblade.serve.strict_json import dumps
 
@@ -21,7 +22,7 @@ CHUNK_KIND = "chat.completion.chunk"
 
 
 class ChatRenderer:
-    """Implements `Renderer`."""
+    """Implements `StreamRenderer`."""
 
     def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -57,9 +58,13 @@ class ChatRenderer:
             choice["token_ids"] = output.token_ids
         return events + self._chunks.choice(choice)
 
-    def usage_chunk(self, usage: Json) -> bytes:
-        """The event with the usage and without choices."""
-        return self._chunks.usage(usage)
+    def ending(self, usage: Usage) -> bytes:
+        """See `StreamRenderer`."""
+        return self._chunks.ending(usage)
+
+    def failure(self, problem: Problem) -> bytes:
+        """See `StreamRenderer`."""
+        return self._chunks.failure(problem)
 
     def collect(self, prompt: int, output: RequestOutput) -> None:
         """Keep an output for `body`."""
@@ -68,10 +73,10 @@ class ChatRenderer:
         if output.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
-    def body(self, usage: Json) -> bytes:
+    def body(self, usage: Usage) -> bytes:
         """The whole answer."""
         choices = [self._choice(index, fold) for index, fold in sorted(self._folds.items())]
-        body = {**self._envelope.fields(KIND), "choices": choices, "usage": usage}
+        body = {**self._envelope.fields(KIND), "choices": choices, "usage": usage.as_json()}
         if self._job.wants_prompt_logprobs:
             body["prompt_logprobs"] = self._prompt_logprobs
         if self._job.return_token_ids:

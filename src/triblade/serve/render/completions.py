@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from triblade.engine.outputs import RequestOutput
 from triblade.serve.jobs import Job, PromptJob
-from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, speculation_json
+from triblade.serve.problems import Problem
+from triblade.serve.render.base import ChunkWriter, Envelope, Fold, Json, Usage, speculation_json
 from triblade.serve.render.logprobs import Legacy, LogprobWriter, prompt_logprobs
 from triblade.serve.strict_json import dumps
 
@@ -17,7 +18,7 @@ KIND = "text_completion"
 
 
 class CompletionRenderer:
-    """Implements `Renderer`."""
+    """Implements `StreamRenderer`."""
 
     def __init__(self, job: Job, envelope: Envelope, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -46,9 +47,13 @@ class CompletionRenderer:
             choice["prompt_token_ids"] = self._job.prompts[prompt].token_ids if first else None
         return self._chunks.choice(choice)
 
-    def usage_chunk(self, usage: Json) -> bytes:
-        """The event with the usage and without choices."""
-        return self._chunks.usage(usage)
+    def ending(self, usage: Usage) -> bytes:
+        """See `StreamRenderer`."""
+        return self._chunks.ending(usage)
+
+    def failure(self, problem: Problem) -> bytes:
+        """See `StreamRenderer`."""
+        return self._chunks.failure(problem)
 
     def collect(self, prompt: int, output: RequestOutput) -> None:
         """Keep an output for `body`."""
@@ -58,10 +63,10 @@ class CompletionRenderer:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
 
-    def body(self, usage: Json) -> bytes:
+    def body(self, usage: Usage) -> bytes:
         """The whole answer."""
         choices = [self._choice(index, fold) for index, fold in sorted(self._folds.items())]
-        return dumps({**self._envelope.fields(KIND), "choices": choices, "usage": usage})
+        return dumps({**self._envelope.fields(KIND), "choices": choices, "usage": usage.as_json()})
 
     def _choice(self, index: int, fold: Fold) -> Json:
         choice: Json = {
