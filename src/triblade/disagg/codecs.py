@@ -86,10 +86,18 @@ class Sender:
         return _Unwatched(self.codec) if self._gate is None else self._gate.request()
 
     def refresh(self, send: Callable[[bytes], None]) -> bool:
-        """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then."""
+        """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then.
+
+        Raises:
+            Exception: whatever fitting it raised; it is not tried again with the same samples.
+        """
         if self._gate is None or not self._gate.has_drifted:
             return False
-        table = self._gate.refreshed()
+        try:
+            table = self._gate.refreshed()
+        except Exception:
+            self._gate.forget_samples()
+            raise
         send(table.to_bytes())
         self._gate.use(table)
         return True

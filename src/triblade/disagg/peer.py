@@ -143,6 +143,14 @@ class Peer:
             return
         self._next_dial_s = now + REDIAL_S
         try:
+            self._dial(connector, now)
+        except Exception as error:  # who tends peers has others
+            log.exception("prefill worker %s could not be greeted", self.address)
+            self._next_dial_s = now + REDIAL_REFUSED_S
+            self.hang_up(f"internal error: {type(error).__name__}")
+
+    def _dial(self, connector: Connector, now: float) -> None:
+        try:
             link = connector.connect(self.address)
         except OSError as error:
             log.debug("prefill worker %s: %s", self.address, error)

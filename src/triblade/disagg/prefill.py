@@ -135,7 +135,16 @@ class PrefillService:
             if heard is None:
                 self._is_open = False
                 return
-            self._heed(*heard)
+            self._heed_or_leave(*heard)
+
+    def _heed_or_leave(self, link: Link, message: Message | None) -> None:
+        """A peer whose message cannot be handled does not know what holds between us any more: it may dial again."""
+        try:
+            self._heed(link, message)
+        except Exception:
+            log.exception("a message from decode worker %s could not be handled", link.peer)
+            self._transfers.num_faults += 1
+            link.close()
 
     def _heed(self, link: Link, message: Message | None) -> None:
         match message:
@@ -227,8 +236,14 @@ class PrefillService:
 
     def _refresh(self, link: Link, reader: Reader) -> None:
         """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
-        if not self.engine.has_work and reader.sender.refresh(lambda table: link.send(Table(payload=table))):
-            log.info("KV rows for decode worker %s have a new table", link.peer)
+        if self.engine.has_work:
+            return
+        try:
+            if reader.sender.refresh(lambda table: link.send(Table(payload=table))):
+                log.info("KV rows for decode worker %s have a new table", link.peer)
+        except Exception:
+            log.exception("no new table for decode worker %s: the one before stays", link.peer)
+            self._transfers.num_faults += 1
 
     def _current_state(self) -> State:
         requests = self._transfers.requests
@@ -239,4 +254,5 @@ class PrefillService:
             queue_s=max(map(queued_s, requests), default=0.0),
             kv_usage=1 - pool.num_free / pool.num_blocks,
             num_expired=self._transfers.num_expired,
+            num_faults=self._transfers.num_faults,
         )

@@ -47,10 +47,11 @@ class Transfers:
 
     Attributes:
         num_expired: jobs whose rows were not taken in time.
+        num_faults: jobs that an error of this worker ended, and messages that it could not handle.
     """
 
     def __init__(self, engine: Engine, config: TransferConfig, writer: RowWriter | None) -> None:
-        self.num_expired = 0
+        self.num_expired = self.num_faults = 0
         self._engine, self._block_size = engine, engine.scheduler.block_size
         self._cache = engine.runner.executor.cache
         self._lease_s, self._writer = config.lease_s, writer
@@ -68,8 +69,9 @@ class Transfers:
         """Compute what is asked for, or say why not."""
         try:
             job = self._made(reader, fetch)
-        except TribladeError as error:
-            reader.link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=error.message))
+        except Exception as error:
+            reason = error.message if isinstance(error, TribladeError) else self._note_fault(reader.link, error)
+            reader.link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=reason))
             return
         if job.key in self._jobs:
             return  # twice
@@ -88,7 +90,7 @@ class Transfers:
         """Send what is finished and wanted by now, one message of each job at a time."""
         waiting = sorted((job for job in self._jobs.values() if not job.has_ended), key=lambda job: job.progress_s)
         while waiting:
-            waiting = [job for job in waiting if self._publish_some(job)]
+            waiting = [job for job in waiting if self._publish_or_end(job)]
 
     def taken(self, link: Link, message: Taken) -> None:
         """The reader, or the writer, is done with these rows."""
@@ -143,6 +145,20 @@ class Transfers:
         request.keeps_blocks = True
         wire = reader.sender.request()
         return Job(reader, fetch, request, len(tokens), fetch.first_token, time.monotonic(), wire, ticket)
+
+    def _publish_or_end(self, job: Job) -> bool:
+        """`_publish_some`; whatever it raises costs this job alone, which its peer computes itself."""
+        try:
+            return self._publish_some(job)
+        except Exception as error:
+            self._give_up(job, self._note_fault(job.link, error))
+            return False
+
+    def _note_fault(self, link: Link, error: Exception) -> str:
+        """Log and count an error nobody expected; what the peer is told."""
+        log.error("a transfer to %s failed", link.peer, exc_info=error)
+        self.num_faults += 1
+        return f"internal error: {type(error).__name__}"
 
     def _publish_some(self, job: Job) -> bool:
         """The next rows, behind the last ones the End; False if there are none, or the link has enough."""

@@ -224,6 +224,11 @@ class RemotePrefill:
             self.counts.num_damaged += 1
             self._leave(message.transfer, str(error))
             return
+        except Exception as error:  # the engine's thread goes on, and computes what is missing
+            log.exception("%s: rows could not be stored", transfer.request.request_id)
+            self.counts.num_faults += 1
+            self._leave(message.transfer, f"internal error: {type(error).__name__}")
+            return
         if transfer.received == transfer.stop:
             self._finish(message.transfer, None)
 

@@ -155,6 +155,7 @@ class Prefillers:
             num_slow=self._fetcher.num_slow,
             num_expired_leases=sum(state.num_expired for state in states),
             num_fallbacks=sum(state.num_fallbacks for state in states),
+            num_prefill_faults=sum(state.num_faults for state in states),
         )
         return replace(load, transfers=counts)
 

@@ -104,11 +104,15 @@ class WireGate:
         """A table for the recent traffic, of the same size, with the errors it has there; seconds of work, changing nothing yet."""
         return self._recent.refit()
 
+    def forget_samples(self) -> None:
+        """Begin to watch for drift anew."""
+        self._recent = _Recent(self.codec.table, self.limits)
+
     def use(self, table: KVTable) -> None:
         """Encode with a table that the receivers have by now."""
         self.codec.use(table)
         self._own_nats = own_nats(table)
-        self._recent = _Recent(table, self.limits)
+        self.forget_samples()
         self.counts.refreshes += 1
 
     def sampled(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> Errors | None:
