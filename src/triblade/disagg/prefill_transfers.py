@@ -70,7 +70,7 @@ class Transfers:
         try:
             job = self._made(reader, fetch)
         except Exception as error:
-            reason = error.message if isinstance(error, TribladeError) else self._note_fault(reader.link, error)
+            reason = self._reason(reader.link, error)
             reader.link.send(End(transfer=fetch.transfer, attempt=fetch.attempt, error=reason))
             return
         if job.key in self._jobs:
@@ -151,11 +151,13 @@ class Transfers:
         try:
             return self._publish_some(job)
         except Exception as error:
-            self._give_up(job, self._note_fault(job.link, error))
+            self._give_up(job, self._reason(job.link, error))
             return False
 
-    def _note_fault(self, link: Link, error: Exception) -> str:
-        """Log and count an error nobody expected; what the peer is told."""
+    def _reason(self, link: Link, error: Exception) -> str:
+        """What the peer is told of an error; one that nobody expected is logged and counted."""
+        if isinstance(error, TribladeError):
+            return error.message
         log.error("a transfer to %s failed", link.peer, exc_info=error)
         self.num_faults += 1
         return f"internal error: {type(error).__name__}"

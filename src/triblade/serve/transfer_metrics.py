@@ -22,7 +22,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
         lambda c: c.num_faults + c.num_prefill_faults,
     ),
     "kv_transfer_fallbacks": (
-        "Requests sent in another codec, because that of the workers would have harmed them.",
+        "Requests sent in another codec, or not at all, because that of the workers would have harmed them.",
         lambda c: c.num_fallbacks,
     ),
     "kv_transfer_slow": ("Complete transfers that took long because of the link.", lambda c: c.num_slow),
