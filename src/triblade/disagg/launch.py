@@ -22,7 +22,7 @@ from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.router import Router
 from triblade.disagg.rpc import CLIENT_PROTOCOL
 from triblade.disagg.sockets import SocketLink, connected
-from triblade.disagg.worker import check_addresses
+from triblade.disagg.worker import check_addresses, check_device
 from triblade.engine.build import Preparation, prepare
 from triblade.engine.client import EngineLoad
 from triblade.errors import ConfigError, EngineDeadError
@@ -81,6 +81,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     topology, engine = deployment.topology, deployment.engine
     counts: dict[WorkerRole, int] = {"prefill": topology.prefill_workers, "decode": topology.decode_workers}
     device, _ = select_device(engine.device)
+    check_device(deployment.transfer, device)
     devices = place_devices(topology, visible_devices()) if device.type == "cuda" else Placement({}, "no device")
     cores = place_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
     (devices if device.type == "cuda" else cores).report()
