@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
+from triblade import host
 from triblade.config import EngineConfig, LogLevel, TopologyConfig, TransferConfig, WorkerConfig, to_flags
 from triblade.config.environment import visible_devices
 from triblade.config.worker import WorkerRole
@@ -73,6 +74,10 @@ def start_workers(deployment: Deployment) -> Router:
     except BaseException:
         router.close()
         raise
+    # This process only tokenizes from now on.
+    model.checkpoint.release()
+    host.return_free_memory()
+    host.return_code_pages()
     return router
 
 
