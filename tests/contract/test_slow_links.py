@@ -16,7 +16,7 @@ from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
 from triblade.config import TransferConfig
-from triblade.disagg import fetcher, pace, prefill
+from triblade.disagg import pace, peer, prefill, prefill_transfers
 from triblade.disagg.frames import Message
 from triblade.disagg.identity import described
 from triblade.disagg.links import Link, Traffic
@@ -55,7 +55,7 @@ class Throttled(TcpConnector):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "SILENCE_S", 0.5)
+    monkeypatch.setattr(peer, "SILENCE_S", 0.5)
 
 
 def row_bytes(workers: Pair) -> int:
@@ -160,7 +160,7 @@ def test_transfers_take_turns_in_small_messages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lease_lasts_as_long_as_the_link_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "GRACE_S", 0.0)
+    monkeypatch.setattr(prefill_transfers, "GRACE_S", 0.0)
     monkeypatch.setattr(prefill, "STATE_INTERVAL_S", 0.02)
     with held_service(1, lease_s=0.2) as (service, link):
         for _ in range(30):

@@ -140,6 +140,18 @@ def test_drift_is_noticed_and_a_new_table_ends_it() -> None:
     assert not subject.has_drifted
 
 
+def test_drift_is_told_again_only_of_new_samples() -> None:
+    """Where no table could be made of the old ones."""
+    subject = gate(request=100.0, sample_tokens=1)
+    for seed in range(100, 180):
+        subject.request().encode(traffic(seed, spread=2.0, shift=1.0)[0], range(8), SPAN)
+    assert subject.has_drifted
+    subject.forget_samples()
+    assert not subject.has_drifted
+    subject.request().encode(traffic(180, spread=2.0, shift=1.0)[0], range(8), SPAN)
+    assert subject.recent_error > 1.5
+
+
 def test_a_few_samples_are_no_drift() -> None:
     subject = gate(request=100.0)
     for seed in range(10):

@@ -47,6 +47,11 @@ LLAMA_8B: dict[str, Any] = {
 }
 EIGHT = ModelShape(name="org/llama-8b", config=model_config(LLAMA_8B))
 LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+SMALL_SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMALL = ModelShape(
+    name="org/small",
+    config=model_config({**LLAMA_8B, **SMALL_SIZES, "vocab_size": 49152, "num_key_value_heads": 3}),
+)
 SEVENTY = ModelShape(name="org/llama-70b", config=model_config({**LLAMA_70B, "num_attention_heads": 64}))
 H200 = find_hardware("h200")
 INT4 = Weights(scheme="int4", bits=4)
@@ -244,6 +249,33 @@ def test_cheap_is_not_quick() -> None:
 def test_goals_are_kept() -> None:
     decision = chosen("h200", concurrency=4.0, tpot_ms=3.0)
     assert all(one.outcome.tpot_s <= 0.003 for one in decision.ranked)
+
+
+def pauses(**options: Any) -> Decision:
+    """Long prompts beside streams, on a host without accelerator."""
+    load: dict[str, Any] = {"prompt_tokens": 1500, "output_tokens": 200, "concurrency": 6.0, "max_ppl_increase": 0.0}
+    return chosen("cpu-laptop", SMALL, **{**load, **options})
+
+
+PAUSES = [(None, "together", None), (350.0, "together", 256), (200.0, "together", 128), (40.0, "one", None)]
+
+
+@pytest.mark.parametrize(("pause_ms", "placement", "chunk"), PAUSES)
+def test_a_short_pause_takes_smaller_steps_and_a_shorter_one_workers(
+    pause_ms: float | None, placement: str, chunk: int | None
+) -> None:
+    decision = pauses(pause_ms=pause_ms)
+    found = decision.chosen.candidate
+    assert (found.placement, found.chunk) == (placement, chunk)
+    assert pause_ms is None or all(one.outcome.pause_s * 1e3 <= pause_ms for one in decision.ranked)
+    plan = make_plan(decision, PlanConfig(model=SMALL.name))
+    assert plan.decode.max_num_batched_tokens == (chunk or 512)
+    assert plan.figure("pause") == pytest.approx(decision.chosen.outcome.pause_s * 1e3, abs=1e-3)
+
+
+def test_alone_nobody_pauses_for_others() -> None:
+    outcome = pauses(concurrency=1.0).chosen.outcome
+    assert outcome.pause_s < 1.2 * outcome.tpot_s
 
 
 def test_a_rate_becomes_requests_in_flight() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +107,19 @@ def test_a_worker_that_is_lost_before_the_first_token_is_replaced() -> None:
     with routed(broken, whole) as router:
         assert ask(router, [1, 2]) == [7, 7]
         assert len(broken.prompts) == len(whole.prompts) == 1
+
+
+def test_a_worker_that_cannot_be_dialled_does_not_keep_others_from_it() -> None:
+    def broken() -> Any:
+        raise RuntimeError("injected")
+
+    worker = FakeWorker()
+    with closing(Router(MODEL, [broken, lambda: worker])) as router:
+        deadline = time.monotonic() + 10
+        while not router.ready or router.missing.get(0) != "injected":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert ask(router, [1]) == [7, 7]
 
 
 def test_after_the_first_token_nobody_can_go_on() -> None:

@@ -27,6 +27,10 @@ class TransferConfig:
     wire_table: Path | None = None
     """Table of a calibrated wire codec."""
 
+    wire_error_limit: float = 1.2e-3
+    """Squared error of sampled keys or values of a layer, as a share of these, above which a request does not go as `int8`. Tables
+    of calibrated codecs bring limits of their own."""
+
     remote_prefill_tokens: int = 64
     """Prompts with fewer tokens outside the prefix cache are computed by the decode worker itself."""
 
@@ -48,7 +52,7 @@ class TransferConfig:
         require_at_least("max_prefill_backlog", self.max_prefill_backlog, 1)
         if not 0 < self.remote_kv_share <= 1:
             raise ConfigError(f"remote_kv_share must be in (0, 1], got: {self.remote_kv_share}")
-        for name in ("transfer_timeout_s", "lease_s"):
+        for name in ("transfer_timeout_s", "lease_s", "wire_error_limit"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a finite number above 0, got: {value}")

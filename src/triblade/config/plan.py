@@ -53,15 +53,16 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Goals:
-    """Mean latencies to stay under, in ms; None: no limit."""
+    """Latencies to stay under, in ms, means but for the pause; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2el_ms: float | None = None
+    pause_ms: float | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
+        for name in ("ttft_ms", "tpot_ms", "e2el_ms", "pause_ms"):
             require_positive(name, getattr(self, name))
 
 
@@ -180,6 +181,9 @@ class PlanConfig:
     e2el_ms: float | None = None
     """Goal: mean time of a request."""
 
+    pause_ms: float | None = None
+    """Goal: longest pause between two tokens of a stream while somebody else's prompt is computed."""
+
     max_ppl_increase: float = 0.05
     """Largest growth of perplexity by rounding (0.05 is 5 %); 0.01 and less is precision first, 0.2 and more lets 3 bits in."""
 
@@ -216,7 +220,7 @@ class PlanConfig:
     @property
     def goals(self) -> Goals:
         """The latencies to stay under."""
-        return Goals(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms, e2el_ms=self.e2el_ms)
+        return Goals(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms, e2el_ms=self.e2el_ms, pause_ms=self.pause_ms)
 
     @property
     def quality(self) -> QualityFloor:

@@ -128,7 +128,10 @@ class ClientPort:
             outputs = self._client.generate(prompt, params, request_id=call.request_id, priority=call.priority)
             async for output in outputs:
                 self._tell(link, (call.call, output))
-        except TribladeError as error:
+        except Exception as error:
+            if not isinstance(error, TribladeError):
+                log.exception("%s ends with an error", call.request_id)
+                error = TribladeError(f"internal error: {type(error).__name__}")
             self._flush(link)
             link.send(packed_error(call.call, error))
         finally:
@@ -147,8 +150,11 @@ class ClientPort:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
-            for link in self._links:
-                self._send_load(link)
+            try:
+                for link in self._links:
+                    self._send_load(link)
+            except Exception:
+                log.exception("clients are not told how busy this worker is")
 
     def _send_load(self, link: Link) -> None:
         link.send(packed_load(self._load(), is_draining=self._is_draining))

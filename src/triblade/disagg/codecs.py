@@ -1,13 +1,14 @@
 """Which wire codec rows of a link are in: chosen by the sender, request by request, and known to the receiver by what a payload
 says.
 
-A codec with a table is watched by its gate: requests that it would harm go in the fallback codec, and when traffic drifts, a new
-table is made and sent ahead of the first rows that need it. The receiver therefore needs no table of its own. Knows no message
-and no transport.
+A lossy codec is watched by its gate: requests that it would harm go in the fallback codec, and when traffic drifts away from a
+table, a new one is made and sent ahead of the first rows that need it. The receiver therefore needs no table of its own. Knows no
+message and no transport.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +17,9 @@ from triblade.config import TransferConfig
 from triblade.errors import CheckpointError, ConfigError, WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
-from triblade.kv.wire import WireCodec, WireSpan
+from triblade.kv.wire import Int8Wire, WireCodec, WireSpan
 from triblade.kv.wire_gate import AnyWire, WireGate
+from triblade.kv.wire_int8_gate import Int8Gate
 from triblade.kv.wire_pca import PcaLutWire
 from triblade.kv.wire_table import KVTable
 from triblade.registry import WIRE_CODECS
@@ -40,7 +42,7 @@ class RequestWire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Unwatched:
-    """Implements `RequestWire` with a codec whose errors nobody measures."""
+    """Implements `RequestWire` with a codec that loses nothing."""
 
     codec: WireCodec
     errors: tuple[float, ...] = ()
@@ -64,12 +66,15 @@ class Sender:
 
     def __init__(self, config: TransferConfig, layout: KVLayout, receiver: KVLayout) -> None:
         self.name = config.wire_codec
-        self._gate: WireGate | None = None
+        self._gate: WireGate | Int8Gate | None = None
         table = None if config.wire_table is None else KVTable.load(config.wire_table)
         self.codec: WireCodec = WIRE_CODECS[self.name](layout, table, receiver.codec)
+        raw = WIRE_CODECS["raw"](layout, None, receiver.codec) if layout == receiver else None
         if isinstance(self.codec, PcaLutWire):
-            fallback = "raw" if layout == receiver else "int8"
-            self._gate = WireGate(self.codec, WIRE_CODECS[fallback](layout, None, receiver.codec))
+            self._gate = WireGate(self.codec, raw or WIRE_CODECS["int8"](layout, None, receiver.codec))
+        elif isinstance(self.codec, Int8Wire) and layout.codec != Int8Wire.name:
+            limit = math.inf if receiver.codec == Int8Wire.name else config.wire_error_limit
+            self._gate = Int8Gate(self.codec, raw, limit)
 
     @property
     def table(self) -> bytes | None:
@@ -78,7 +83,7 @@ class Sender:
 
     @property
     def num_fallbacks(self) -> int:
-        """Requests that did not go in the codec."""
+        """Requests whose rows did not go in the codec."""
         return 0 if self._gate is None else self._gate.counts.fallback_requests
 
     def request(self) -> RequestWire:
@@ -86,10 +91,18 @@ class Sender:
         return _Unwatched(self.codec) if self._gate is None else self._gate.request()
 
     def refresh(self, send: Callable[[bytes], None]) -> bool:
-        """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then."""
-        if self._gate is None or not self._gate.has_drifted:
+        """Make a new table where traffic has drifted, send it, and use it; whether that was so. Takes seconds then.
+
+        Raises:
+            Exception: whatever fitting it raised; it is not tried again with the same samples.
+        """
+        if not isinstance(self._gate, WireGate) or not self._gate.has_drifted:
             return False
-        table = self._gate.refreshed()
+        try:
+            table = self._gate.refreshed()
+        except Exception:
+            self._gate.forget_samples()
+            raise
         send(table.to_bytes())
         self._gate.use(table)
         return True

@@ -1,67 +1,35 @@
 """The decode worker's end: prefill workers by address, who of them is asked, and what comes back. Knows no engine and no cache.
 
-Life of a peer: dialled -> Hello both ways -> checked -> ready -> lost (dialled again after a while) or refused (dialled again
-much later, since it will say the same until somebody changes it). Life of a transfer: `fetch` -> rows in order -> an end, which
-is told exactly once, whatever happens: the peer's word, its loss, silence for `timeout_s`, or a link so slow that the rest would
-take longer than that; a cancelled one ends without a word, but for `Settled` where it named blocks that the peer may have been
-writing into.
+Life of a transfer: `fetch` -> rows in order -> an end, which is told exactly once, whatever happens: the peer's word, its loss,
+silence for `timeout_s`, or a link so slow that the rest would take longer than that; a cancelled one ends without a word, but for
+`Settled` where it named blocks that the peer may have been writing into. Of peers see `disagg.peer`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from triblade.disagg.frames import Message
 from triblade.disagg.kv_connector import Arrival, Settled
 from triblade.disagg.links import Connector, Link
-from triblade.disagg.pace import Pace
-from triblade.disagg.wire import Cancel, End, Fetch, Hello, Refusal, Rows, State, Table
-from triblade.errors import WireError
-
-log = logging.getLogger(__name__)
+from triblade.disagg.peer import Peer, Terms
+from triblade.disagg.wire import Cancel, End, Fetch, Rows, State
 
 TICK_S = 0.1
-REDIAL_S = 1.0
-REDIAL_REFUSED_S = 60.0
-SILENCE_S = 10.0  # prefill workers say how busy they are much more often
 TURNS = 2  # messages that everybody else may have before the next one of a transfer that is late
 SLOW_S, SLOW_SHARE = 1.0, 0.8  # a transfer that took so long, and in most of that time waited for the link, was slow
 SETTLE_S = 1.0  # after the loss of a prefill worker, until none of its writes can be under way; the last one takes milliseconds
-
-
-class Terms(Protocol):
-    """What a decode worker asks of its peers."""
-
-    def hello(self, link: Link) -> Hello:
-        """What it says of itself over a link."""
-        ...
-
-    def check(self, link: Link, hello: Hello) -> None:
-        """Raises:
-        WireError: a peer that says this of itself is of no use.
-        """
-        ...
-
-    def use(self, link: Link, table: Table) -> None:
-        """Raises:
-        WireError: a peer that encodes with this is of no use.
-        """
-        ...
 
 
 @dataclass(slots=True)
 class _Open:
     """A transfer that the engine has not left yet."""
 
-    peer: _Peer
+    peer: Peer
     attempt: int
     left_tokens: int
     begin_s: float
@@ -98,12 +66,11 @@ class Fetcher:
         max_backlog: int,
         timeout_s: float,
     ) -> None:
-        self.terms = terms
         self._connector = connector
         self._notify = notify
         self._max_backlog, self._timeout_s = max_backlog, timeout_s
         self._lock = threading.RLock()
-        self._peers = [_Peer(self, address) for address in addresses]
+        self._peers = [Peer(address, terms, self) for address in addresses]
         self._open: dict[int, _Open] = {}
         self._settling: dict[int, _Open] = {}  # cancelled, but perhaps being written
         self._arrivals: deque[Arrival] = deque()
@@ -186,7 +153,7 @@ class Fetcher:
         for peer in self._peers:
             peer.leave()
 
-    def arrived(self, peer: _Peer, link: Link, message: Rows | End) -> None:
+    def arrived(self, peer: Peer, link: Link, message: Rows | End) -> None:
         """A peer sent rows or an end."""
         with self._lock:
             settling = self._settling.get(message.transfer)
@@ -210,7 +177,7 @@ class Fetcher:
             ):
                 self._end(message.transfer, found, f"a slow link: the rest would take {rest_s:.0f} s")
 
-    def lost(self, peer: _Peer, reason: str) -> None:
+    def lost(self, peer: Peer, reason: str) -> None:
         """A peer is gone: so are its transfers."""
         with self._lock:
             settles_s = time.monotonic() + SETTLE_S
@@ -219,7 +186,7 @@ class Fetcher:
                     found.settles_s = min(found.settles_s, settles_s)
             self._end_where(lambda found: found.peer is peer, f"prefill worker lost: {reason}")
 
-    def _least_busy(self) -> _Peer | None:
+    def _least_busy(self) -> Peer | None:
         return min((peer for peer in self._peers if peer.is_ready), key=lambda p: p.backlog_tokens, default=None)
 
     def _forget(self, transfer: int) -> _Open | None:
@@ -277,137 +244,3 @@ class Fetcher:
                 }
             for peer in silent:
                 peer.hang_up(f"it has not said for {self._timeout_s:g} s whether it still writes rows")
-
-
-class _Peer:
-    """One prefill worker; the receiver of its link."""
-
-    def __init__(self, fetcher: Fetcher, address: str) -> None:
-        self.address = address
-        self.state = State(backlog_tokens=0)
-        self.own_tokens = 0  # asked for and not come
-        self.is_ready = False
-        self.places = False  # rows, where they belong
-        self.refusal: str | None = None
-        self.pace = Pace(time.monotonic())
-        self.num_messages = 0  # with rows
-        self._warned_of_slowness = False
-        self._fetcher = fetcher
-        self._link: Link | None = None
-        self._next_dial_s = 0.0
-        self._last_word_s = 0.0
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Tokens that wait there, as far as known: its own word is a little old."""
-        return max(self.state.backlog_tokens, self.own_tokens)
-
-    @property
-    def receiving_s(self) -> float:
-        """Seconds that rows which came were on their way, since the link began."""
-        link = self._link
-        return 0.0 if link is None else link.traffic.receiving_s
-
-    def warn_of_slowness(self, took_s: float, waited_s: float) -> None:
-        """Once for each link."""
-        if not self._warned_of_slowness:
-            self._warned_of_slowness = True
-            log.warning(
-                "slow link to prefill worker %s: %.1f of a transfer's %.1f s went by waiting for bytes; "
-                "a smaller wire codec, a nearer worker or a larger --remote-prefill-tokens would help",
-                self.address,
-                waited_s,
-                took_s,
-            )
-
-    def send(self, message: Message) -> None:
-        """To a peer that is gone, nothing is sent."""
-        link = self._link
-        if link is not None:
-            link.send(message)
-
-    def leave(self) -> None:
-        """Break the link."""
-        link = self._link
-        if link is not None:
-            link.close()
-            link.join()
-
-    def hang_up(self, reason: str) -> None:
-        """Break the link, to dial again."""
-        link = self._link
-        if link is not None:
-            log.warning("prefill worker %s: %s", self.address, reason)
-            link.close()
-
-    def tend(self, connector: Connector, now: float) -> None:
-        """Dial when it is time; hang up on who is silent."""
-        if self._link is not None:
-            self.pace.look(self._link.traffic, now)
-            if now - max(self._last_word_s, self.pace.moved_s) > SILENCE_S:
-                self.hang_up(f"silent for {SILENCE_S:g} s")
-            return
-        if now < self._next_dial_s:
-            return
-        self._next_dial_s = now + REDIAL_S
-        try:
-            link = connector.connect(self.address)
-        except OSError as error:
-            log.debug("prefill worker %s: %s", self.address, error)
-            return
-        self._link, self._last_word_s = link, now
-        self.pace, self._warned_of_slowness = Pace(now), False
-        link.start(self)
-        link.send(self._fetcher.terms.hello(link))
-
-    def received(self, link: Link, message: Message) -> None:
-        """See `links.Receiver`."""
-        now = self._last_word_s = time.monotonic()
-        if message.payload:
-            self.pace.came(link.traffic, message.num_tokens if isinstance(message, Rows) else 0, now)
-        if isinstance(message, Rows):
-            self.num_messages += 1
-        if isinstance(message, Rows | End):
-            self._fetcher.arrived(self, link, message)
-        elif isinstance(message, State):
-            self.state = message
-        elif isinstance(message, Hello | Table):
-            self._greeted(link, message)
-        elif isinstance(message, Refusal):
-            self._refused(link, message.reason)
-
-    def writable(self, link: Link) -> None:
-        """See `links.Receiver`."""
-
-    def lost(self, link: Link, reason: str) -> None:
-        """See `links.Receiver`."""
-        was_ready, self.is_ready, self._link = self.is_ready, False, None
-        if link.file is not None:
-            os.close(link.file)
-        if was_ready:
-            log.warning("prefill worker %s lost: %s", self.address, reason)
-        self._fetcher.lost(self, reason)
-
-    def _greeted(self, link: Link, message: Hello | Table) -> None:
-        try:
-            if isinstance(message, Table):
-                self._fetcher.terms.use(link, message)
-                return
-            self._fetcher.terms.check(link, message)
-        except WireError as error:
-            link.send(Refusal(reason=error.message))
-            self._refused(link, error.message)
-            return
-        if message.places_not:
-            log.warning(
-                "prefill worker %s sends its rows instead of placing them: %s", self.address, message.places_not
-            )
-        self.refusal, self.places, self.is_ready = None, message.places, True
-        log.info("prefill worker %s is ready", self.address)
-
-    def _refused(self, link: Link, reason: str) -> None:
-        if self.refusal != reason:
-            log.error("prefill worker %s cannot be used: %s", self.address, reason)
-        self.refusal = reason
-        self._next_dial_s = time.monotonic() + REDIAL_REFUSED_S
-        link.close()

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
+from triblade import host
 from triblade.config import EngineConfig, LogLevel, TopologyConfig, TransferConfig, WorkerConfig, to_flags
 from triblade.config.environment import visible_devices
 from triblade.config.worker import WorkerRole
@@ -22,7 +23,7 @@ from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.router import Router
 from triblade.disagg.rpc import CLIENT_PROTOCOL
 from triblade.disagg.sockets import SocketLink, connected
-from triblade.disagg.worker import check_addresses
+from triblade.disagg.worker import check_addresses, check_device
 from triblade.engine.build import Preparation, prepare
 from triblade.engine.client import EngineLoad
 from triblade.errors import ConfigError, EngineDeadError
@@ -73,6 +74,10 @@ def start_workers(deployment: Deployment) -> Router:
     except BaseException:
         router.close()
         raise
+    # This process only tokenizes from now on.
+    model.checkpoint.release()
+    host.return_free_memory()
+    host.return_code_pages()
     return router
 
 
@@ -81,6 +86,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     topology, engine = deployment.topology, deployment.engine
     counts: dict[WorkerRole, int] = {"prefill": topology.prefill_workers, "decode": topology.decode_workers}
     device, _ = select_device(engine.device)
+    check_device(deployment.transfer, device)
     devices = place_devices(topology, visible_devices()) if device.type == "cuda" else Placement({}, "no device")
     cores = place_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
     (devices if device.type == "cuda" else cores).report()

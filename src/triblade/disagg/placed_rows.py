@@ -185,7 +185,7 @@ class RowWriter:
     def _run(self) -> None:
         while (item := self._inbox.get()) is not None:
             if isinstance(item, Target):
-                self._close(item.offers)
+                self._leave(item)
                 continue
             try:
                 self._write(item)
@@ -193,6 +193,12 @@ class RowWriter:
                 log.exception("rows of %s were not written", item.link.peer)
             rows = item.rows
             self._written(item.link, Taken(transfer=rows.transfer, attempt=rows.attempt, stop=rows.stop))
+
+    def _leave(self, target: Target) -> None:
+        try:
+            self._close(target.offers)
+        except Exception:  # memory of a worker that is gone stays taken; rows for others go on
+            log.exception("the memory of a decode worker was not closed")
 
     def _write(self, write: Write) -> None:
         self._memory.wait(write.mark)

@@ -1,6 +1,6 @@
 """What a prefill worker remembers of those who get its rows: readers behind links, their transfers, and blocks that are being read.
 
-Only data; `disagg.prefill` says how it changes.
+Only data; `disagg.prefill_transfers` says how it changes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from triblade.disagg.placed_rows import Target, Ticket
 from triblade.disagg.wire import Fetch
 from triblade.engine.request import Request
 
+JobKey = tuple[Link, int, int]  # with the transfer and its attempt
+
 
 @dataclass(slots=True)
 class Lease:
@@ -25,10 +27,11 @@ class Lease:
     expires_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reader:
     """Who gets rows over a link."""
 
+    link: Link
     sender: Sender
     by_reference: bool
     window: Window
@@ -39,7 +42,7 @@ class Reader:
 class Job:
     """A transfer as the prefill worker sees it."""
 
-    link: Link
+    reader: Reader
     fetch: Fetch
     request: Request
     stop: int  # tokens to compute
@@ -51,5 +54,9 @@ class Job:
     has_ended: bool = False  # its End is sent; only leases are left
 
     @property
-    def key(self) -> tuple[Link, int, int]:
+    def link(self) -> Link:
+        return self.reader.link
+
+    @property
+    def key(self) -> JobKey:
         return (self.link, self.fetch.transfer, self.fetch.attempt)

@@ -137,7 +137,7 @@ class Supervisor:
 
     def _run(self) -> None:
         for process in self._processes:
-            process.start()
+            self._start(process)
         while not self._closed.wait(POLL_S):
             for process in self._processes:
                 if process.exit_code is not None and self.failure is None:
@@ -157,4 +157,12 @@ class Supervisor:
         self._left[process.name] -= 1
         log.error("%s ended with exit code %s; it is started again", process.name, code)
         if not self._closed.wait(RESTART_DELAY_S):
+            self._start(process)
+
+    def _start(self, process: WorkerProcess) -> None:
+        """The kernel ends workers with the thread that started them, so this one outlives what it cannot start."""
+        try:
             process.start()
+        except Exception as error:
+            self.failure = f"{process.name} could not be started: {error}"
+            log.error("%s", self.failure)

@@ -58,7 +58,7 @@ class _Transfer:
 
 
 class RowTerms:
-    """Implements `fetcher.Terms` for a cache.
+    """Implements `peer.Terms` for a cache.
 
     Attributes:
         sources: pools of peers whose rows are read where they are.
@@ -75,7 +75,7 @@ class RowTerms:
         self._by_reference = by_reference and codec == "raw" and cache.pool.device.type == "cpu"
 
     def hello(self, link: Link) -> Hello:
-        """See `fetcher.Terms`."""
+        """See `peer.Terms`."""
         return Hello(
             role="decode",
             layout=described(self._cache.layout),
@@ -86,7 +86,7 @@ class RowTerms:
         )
 
     def check(self, link: Link, hello: Hello) -> None:
-        """See `fetcher.Terms`."""
+        """See `peer.Terms`."""
         layout = self._cache.layout
         theirs = layout_from(hello.layout)
         difference = why_not(theirs, layout, hello.codec, self._codec)
@@ -105,7 +105,7 @@ class RowTerms:
             self.sources[link] = shared_rows.mapped(link.file, hello.num_blocks, layout.row_bytes)
 
     def use(self, link: Link, table: Table) -> None:
-        """See `fetcher.Terms`."""
+        """See `peer.Terms`."""
         self.receiver(link).use(table.payload)
 
     def receiver(self, link: Link) -> Receiver:
@@ -223,6 +223,11 @@ class RemotePrefill:
         except (WireError, OSError) as error:
             self.counts.num_damaged += 1
             self._leave(message.transfer, str(error))
+            return
+        except Exception as error:  # the engine's thread goes on, and computes what is missing
+            log.exception("%s: rows could not be stored", transfer.request.request_id)
+            self.counts.num_faults += 1
+            self._leave(message.transfer, f"internal error: {type(error).__name__}")
             return
         if transfer.received == transfer.stop:
             self._finish(message.transfer, None)

@@ -213,8 +213,9 @@ class Router:
     def _dial(self, number: int) -> None:
         try:
             self._workers[number] = self._dials[number]()
-        except OSError as error:
-            self._workers[number], self._faults[number] = None, error.strerror or str(error)
+        except Exception as error:  # mostly nobody is there; whatever it is, the others are tended, too
+            reason = error.strerror if isinstance(error, OSError) else None
+            self._workers[number], self._faults[number] = None, reason or str(error)
 
     def _is_ready(self, worker: RemoteClient) -> bool:
         has_begun = worker.is_alive and worker.welcome is not None
@@ -274,4 +275,5 @@ def _summed_transfers(parts: list[TransferCounts]) -> TransferCounts:
     total.num_prefill_workers = max(part.num_prefill_workers for part in parts)
     total.prefill_kv_usage = max(part.prefill_kv_usage for part in parts)
     total.num_expired_leases = max(part.num_expired_leases for part in parts)
+    total.num_prefill_faults = max(part.num_prefill_faults for part in parts)
     return total

@@ -35,6 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 SEND_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 5.0
 BACKLOG = 64
+ACCEPT_AGAIN_S = 0.2  # where a connection cannot be taken, for instance because all descriptors are in use
 SOCKET_BUFFER_BYTES = 4 << 20
 PIECE_BYTES = 1 << 16  # of a payload: what is counted as sent at once
 
@@ -152,15 +153,21 @@ class SocketLink:
 
     def _write(self) -> None:
         while (item := self._outbox.get()) is not None:
-            message, file = item
             try:
-                self._transmit(message, file)
+                self._send_next(*item)
             except OSError as error:
                 self._end(str(error))
                 return
-            if message.payload and self._unsent == 0 and self._receiver is not None:
-                self._receiver.writable(self)
+            except Exception as error:  # as of `_read`
+                log.exception("a message to %s could not be sent", self.peer)
+                self._end(f"internal error: {type(error).__name__}")
+                return
         self._end("closed")
+
+    def _send_next(self, message: Message, file: int | None) -> None:
+        self._transmit(message, file)
+        if message.payload and self._unsent == 0 and self._receiver is not None:
+            self._receiver.writable(self)
 
     def _transmit(self, message: Message, file: int | None) -> None:
         head, payload = self._vocabulary.encode(message)
@@ -215,13 +222,23 @@ class SocketListener:
         while not self._closing.is_set():
             try:
                 connection, name = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._closing.wait(ACCEPT_AGAIN_S):
+                    log.warning("a connection to %s was not taken: %s", self.address, error)
+                continue
+            peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else self.address
             if self._closing.is_set():
                 connection.close()
-                return
-            peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else self.address
+            else:
+                self._begin(connection, peer)
+
+    def _begin(self, connection: socket.socket, peer: str) -> None:
+        """A link that fails at once costs nobody else one."""
+        try:
             self._accept(SocketLink(prepared(connection), peer, self._vocabulary))
+        except Exception:
+            log.exception("the connection of %s is closed", peer)
+            connection.close()
 
 
 class TcpConnector:

@@ -137,6 +137,7 @@ class State(Message):
     kv_usage: float = 0.0  # used share of its blocks, 0 to 1
     num_expired: int = 0  # leases, since the start
     num_fallbacks: int = 0  # requests that the codec would have harmed, to this peer
+    num_faults: int = 0  # transfers that errors of this worker ended, since the start
 
 
 WORKER_PROTOCOL = Vocabulary(

@@ -33,7 +33,8 @@ from triblade.engine.build import MakePool, build_engine
 from triblade.engine.client import EngineLoad
 from triblade.engine.engine import Engine
 from triblade.engine.local import LocalClient
-from triblade.errors import ConfigError, EngineDeadError, MemoryBudgetError
+from triblade.errors import ConfigError, EngineDeadError, MemoryBudgetError, UnsupportedError
+from triblade.ops.select import select_device
 from triblade.registry import CONNECTORS
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferCon
         TribladeError: whatever loading the model raises, an address that cannot be listened on, or an engine that died.
     """
     check_addresses(transfer, (worker.address,) if worker.role == "prefill" else worker.prefill_address)
+    check_device(transfer, select_device(engine.device)[0])
     follow_parent(worker.parent_pipe)
     if worker.cores:
         os.sched_setaffinity(0, worker.cores)
@@ -71,6 +73,19 @@ def check_addresses(transfer: TransferConfig, addresses: Iterable[str]) -> None:
                 f"connector {transfer.connector} needs paths of sockets on this host, got: {address}",
                 hint="add --connector tcp",
             )
+
+
+def check_device(transfer: TransferConfig, device: torch.device) -> None:
+    """Whether the connector can be used by workers on this device.
+
+    Raises:
+        UnsupportedError: rows are to go from GPU to GPU, and there is none.
+    """
+    if transfer.connector == "cuda-ipc" and device.type != "cuda":
+        raise UnsupportedError(
+            f"connector cuda-ipc writes rows from GPU to GPU, the workers would run on: {device.type}",
+            hint="use --connector shm, or install a CUDA build of torch where there is a GPU",
+        )
 
 
 def follow_parent(pipe: int | None) -> None:
@@ -155,6 +170,7 @@ class Prefillers:
             num_slow=self._fetcher.num_slow,
             num_expired_leases=sum(state.num_expired for state in states),
             num_fallbacks=sum(state.num_fallbacks for state in states),
+            num_prefill_faults=sum(state.num_faults for state in states),
         )
         return replace(load, transfers=counts)
 

@@ -202,7 +202,14 @@ class LocalClient(EngineClient):
                 case _Abort(requests):
                     self._deliver(self._engine.abort(request for request in requests if request in self._streams))
                 case _Call(call):
-                    call()
+                    self._call(call)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """What others do between steps does not end the thread."""
+        try:
+            call()
+        except Exception:
+            log.exception("a call between two steps failed")
 
     def _deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
         """Hand a step's outputs to the event loops that wait for them, one wake-up each."""

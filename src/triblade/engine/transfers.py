@@ -47,6 +47,7 @@ class TransferCounts:
     wire_bytes: int = 0  # payloads as they came
     row_bytes: int = 0  # what they are in the cache
     store_s: float = 0.0  # of the engine's thread, writing rows
+    num_faults: int = 0  # ended by an error of this worker that nobody expected
     num_slow: int = 0  # complete transfers that took long because of the link
     seconds: Spread = field(default_factory=Spread)  # from asking to the last row, of complete transfers
     size_bytes: Spread = field(default_factory=Spread)  # of their payloads as they came
@@ -56,6 +57,7 @@ class TransferCounts:
     )  # of transfers with a lossy codec: squared, as a share of the keys
     value_error: Spread = field(default_factory=Spread)  # the same of values
     num_expired_leases: int = 0  # prefill workers: rows that nobody took in time
+    num_prefill_faults: int = 0  # prefill workers: the same as `num_faults`
     num_fallbacks: int = 0  # prefill workers: requests sent in another codec, which theirs would have harmed
     prefill_queue_s: float = 0.0  # prefill workers: waiting time of the request begun last, the longest of all workers
     prefill_backlog_tokens: int = 0  # prefill workers: tokens that wait to be computed

@@ -54,6 +54,7 @@ class KVCalibrationReport:
     nats: float  # expected change of predictions per rebuilt token, by second order
     keys: float
     values: float
+    worst: float  # of the keys, or of the values, of a layer
     perplexity: float
     raw_perplexity: float
     kl: float
@@ -66,7 +67,8 @@ class KVCalibrationReport:
             (
                 f"{self.table}: {self.bits_per_number:.2f} bits per number, {self.components} components, "
                 f"{self.bytes_per_token:.0f} bytes per token, {ratio:.1f} times less than bfloat16",
-                f"errors: keys {self.keys:.2e}, values {self.values:.2e}; {self.nats:.2e} nats per token expected",
+                f"errors: keys {self.keys:.2e}, values {self.values:.2e}, at most {self.worst:.2e} in a layer; "
+                f"{self.nats:.2e} nats per token expected",
                 f"decoding on rebuilt KV: perplexity {self.perplexity:.4f} (raw {self.raw_perplexity:.4f}), "
                 f"KL {self.kl:.6f} nats/token, top-1 agreement {self.top1_agreement:.2%}",
                 f"made from {self.tokens} tokens in {self.seconds:.0f} s",

@@ -9,7 +9,7 @@ embedding. L layers, 2 for keys and values, T tokens, C numbers, R components wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ _LEVELS = 256  # places of a row's levels: a code finds its level without knowin
 class Errors:
     """What rounding does to sampled tokens."""
 
-    nats: float  # expected change of the model's predictions per token, by second order; only of tables with a metric
+    nats: float  # expected change of the model's predictions per token, by second order; 0 where no table has a metric for it
     keys: float  # squared length of the error as a share of that of the keys
     values: float
+    worst: float  # the largest of these shares in a single layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ class Components:
         """What `encode` and `decode` do to tokens [L, 2, T, C]."""
         error = self.decode(self.encode(x)) - x
         weighted = torch.matmul(error, self._table.basis.to(x.device).transpose(-1, -2))
-        shares = error.double().square().sum((0, 2, 3)) / x.double().square().sum((0, 2, 3)).clamp_min(1e-30)
-        return Errors(float(weighted.double().square().sum()) / 2 / x.shape[2], float(shares[0]), float(shares[1]))
+        nats = float(weighted.double().square().sum()) / 2 / x.shape[2]
+        return replace(shares_of(error, x), nats=nats)
 
     def _made(self, table: KVTable, device: torch.device) -> list[_Part]:
         inverse = torch.linalg.inv(table.basis.double())  # [L, 2, C, C]
@@ -114,6 +115,13 @@ class Components:
         wide = torch.zeros(len(counts), _LEVELS)
         wide[filled] = levels
         return wide
+
+
+def shares_of(error: Tensor, x: Tensor) -> Errors:
+    """The errors of keys and values x [L, 2, ...], whose effect on predictions is not known."""
+    lost, whole = (t.double().square().flatten(2).sum(2) for t in (error, x))  # [L, 2]
+    keys, values = (lost.sum(0) / whole.sum(0).clamp_min(1e-30)).tolist()
+    return Errors(0.0, keys, values, float((lost / whole.clamp_min(1e-30)).max()))
 
 
 def codes_by_bin(levels: Tensor, bits: Tensor) -> Tensor:

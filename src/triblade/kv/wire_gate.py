@@ -1,20 +1,18 @@
-"""Watches what a lossy codec does to real traffic: per request a limit and a fallback, over time a drift and new tables.
+"""The gate of a codec with a table: a limit per request, over time a drift and new tables.
 
-Sampled blocks are encoded and decoded where both sides are known: at the sender. Over the limit, that payload and the rest of its
-request go as the fallback codec makes them. Sampled tokens are kept in moments; when recent errors lie well above what the table
-had when it was made, it can be made anew from them, without a restart. Knows no transport: the worker sends a new table, and then
-tells the gate to use it.
+The limit is a multiple of the error that the table had when it was made. Sampled tokens are kept in moments; when recent errors lie
+well above that, the table can be made anew from them, without a restart. Knows no transport: the worker sends a new table, and then
+tells the gate to use it. What becomes of a request over the limit stands in `wire_watch`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torch import Tensor
 
-from triblade.errors import ConfigError, NumericalError, WireError
+from triblade.errors import ConfigError, WireError
 from triblade.kv.cache import KVCache
 from triblade.kv.calibration_fit import refit_table
 from triblade.kv.calibration_statistics import KVStatistics, Reservoir
@@ -23,8 +21,7 @@ from triblade.kv.wire_components import Components, Errors
 from triblade.kv.wire_frame import WireSpan, codec_of
 from triblade.kv.wire_pca import PcaLutWire
 from triblade.kv.wire_table import KVTable
-
-log = logging.getLogger(__name__)
+from triblade.kv.wire_watch import GateCounts, GatedWire
 
 _HELD_OUT = 8  # of so many samples one is only for measuring
 
@@ -55,19 +52,8 @@ class GateLimits:
             )
 
 
-@dataclass(slots=True)
-class GateCounts:
-    """For metrics."""
-
-    payloads: int = 0
-    fallback_payloads: int = 0
-    fallback_requests: int = 0
-    refreshes: int = 0
-    last_error: Errors | None = None
-
-
 class WireGate:
-    """A codec with a table, watched.
+    """Implements `wire_watch.Gate` for a codec with a table.
 
     Args:
         codec: encodes.
@@ -87,7 +73,7 @@ class WireGate:
 
     def request(self) -> GatedWire:
         """The codec of one request."""
-        return GatedWire(self)
+        return GatedWire(self, self.limits.sample_tokens)
 
     @property
     def recent_error(self) -> float:
@@ -104,81 +90,32 @@ class WireGate:
         """A table for the recent traffic, of the same size, with the errors it has there; seconds of work, changing nothing yet."""
         return self._recent.refit()
 
+    def forget_samples(self) -> None:
+        """Begin to watch for drift anew."""
+        self._recent = _Recent(self.codec.table, self.limits)
+
     def use(self, table: KVTable) -> None:
         """Encode with a table that the receivers have by now."""
         self.codec.use(table)
         self._own_nats = own_nats(table)
-        self._recent = _Recent(table, self.limits)
+        self.forget_samples()
         self.counts.refreshes += 1
 
     def sampled(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> Errors | None:
-        """How far a sampled block of these tokens comes back off; it is remembered for the drift. None: all of them are exact."""
+        """See `Gate`; it is remembered for the drift."""
         sample = self.codec.sample(cache, blocks, span)
         if sample is None:
             return None
-        errors = self.counts.last_error = self.codec.errors(sample)
+        errors = self.codec.errors(sample)
         self._recent.add(sample, errors)
         return errors
 
-    def is_harm(self, errors: Errors) -> bool:
-        """Whether a payload with such errors is not to be sent."""
+    def harm(self, errors: Errors) -> str | None:
+        """See `Gate`."""
         limit = self.limits.request * self._own_nats
-        if errors.nats > limit:
-            log.info(
-                "KV error of %.2g nats per token, the limit is %.2g: sending %s", errors.nats, limit, self.fallback.name
-            )
-        return errors.nats > limit
-
-
-class GatedWire:
-    """The codec of one request: the watched one until it would do harm, then its fallback. The sender's side of `WireCodec`."""
-
-    def __init__(self, gate: WireGate) -> None:
-        self._gate = gate
-        self._codec: WireCodec = gate.codec
-        self._unseen: int | None = None  # tokens since the last sample
-        self._samples: list[Errors] = []
-
-    @property
-    def name(self) -> str:
-        return self._codec.name
-
-    @property
-    def errors(self) -> tuple[float, ...]:
-        """Mean over the samples of what was encoded with loss, of keys and of values; see `Errors`. Empty without a sample."""
-        count = len(self._samples)
-        pairs = [(errors.keys, errors.values) for errors in self._samples]
-        return tuple(sum(column) / count for column in zip(*pairs, strict=True))
-
-    def encode(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bytes:
-        """See `WireCodec`."""
-        counts = self._gate.counts
-        counts.payloads += 1
-        if self._codec is self._gate.codec:
-            try:
-                if not (self._is_due(span) and self._harms(cache, blocks, span)):
-                    return self._codec.encode(cache, blocks, span)
-            except NumericalError as error:  # the receiver is to see what there is
-                log.warning("%s", error.message)
-            self._codec = self._gate.fallback
-            counts.fallback_requests += 1
-        counts.fallback_payloads += 1
-        return self._codec.encode(cache, blocks, span)
-
-    def _harms(self, cache: KVCache, blocks: Sequence[int], span: WireSpan) -> bool:
-        errors = self._gate.sampled(cache, blocks, span)
-        if errors is None:
-            return False
-        if self._gate.is_harm(errors):
-            return True
-        self._samples.append(errors)
-        return False
-
-    def _is_due(self, span: WireSpan) -> bool:
-        """Whether it is time for a sample."""
-        due = self._unseen is None or self._unseen >= self._gate.limits.sample_tokens
-        self._unseen = span.num_tokens if due or self._unseen is None else self._unseen + span.num_tokens
-        return due
+        if errors.nats <= limit:
+            return None
+        return f"KV error of {errors.nats:.2g} nats per token, the limit is {limit:.2g}"
 
 
 class AnyWire:

@@ -29,6 +29,7 @@ from triblade.kv.wire_vectors import (
     VectorBytes,
     block_rows,
     check_span,
+    read_vectors,
     require_length,
     to_bytes,
     to_tensor,
@@ -164,14 +165,7 @@ class PcaLutWire:
 
     def vectors(self, cache: KVCache, rows: Tensor, tokens: range, span: WireSpan) -> Tensor:
         """Keys before the rotary embedding, and values, [L, 2, T, C] float32 of tokens (counted from the span's first)."""
-        group, size = cache.layout.target, self._layout.block_size
-        blocks = rows[tokens.start // size : -(-tokens.stop // size)]
-        part = slice(tokens.start % size, tokens.start % size + len(tokens))
-        shape = (group.num_layers, 2, len(tokens), group.num_kv_heads, group.head_dim)
-        x = torch.empty(shape, device=cache.pool.device)
-        for layer in range(group.num_layers):
-            for kind, planes in enumerate(cache.read_encoded(layer, blocks)):
-                x[layer, kind] = cache.codec.decode(tuple(plane[part] for plane in planes), torch.float32)
+        x = read_vectors(cache, rows, tokens)
         self._rotation.undo(x[:, 0], positions_of(span, tokens, x.device))
         return x.flatten(3)
 

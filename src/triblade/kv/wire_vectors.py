@@ -151,6 +151,18 @@ def require_length(body: memoryview, expected: int) -> None:
         )
 
 
+def read_vectors(cache: KVCache, blocks: Tensor, tokens: range) -> Tensor:
+    """Keys and values as they are stored, [L, 2, T, G, D] float32 of tokens (counted from the first one of `blocks`)."""
+    group, size = cache.layout.target, cache.layout.block_size
+    rows = blocks[tokens.start // size : -(-tokens.stop // size)]
+    part = slice(tokens.start % size, tokens.start % size + len(tokens))
+    x = torch.empty((group.num_layers, 2, len(tokens), group.num_kv_heads, group.head_dim), device=cache.pool.device)
+    for layer in range(group.num_layers):
+        for kind, planes in enumerate(cache.read_encoded(layer, rows)):
+            x[layer, kind] = cache.codec.decode(tuple(plane[part] for plane in planes), torch.float32)
+    return x
+
+
 def block_rows(cache: KVCache, blocks: Sequence[int]) -> Tensor:
     """Blocks as an index [N] on the cache's device."""
     return torch.tensor(list(blocks), dtype=torch.long, device=cache.pool.device)

@@ -17,8 +17,12 @@ COUNTERS: Mapping[str, tuple[str, Callable[[TransferCounts], float]]] = {
     "kv_transfer_seconds": ("From asking to the last row, over complete transfers.", lambda c: c.seconds.total),
     "kv_transfer_store_seconds": ("Of the decode workers' engines, storing rows.", lambda c: c.store_s),
     "kv_transfer_damaged": ("Rows that did not pass their checks and were not stored.", lambda c: c.num_damaged),
+    "kv_transfer_faults": (
+        "Transfers that an internal error of a worker ended; its log says which.",
+        lambda c: c.num_faults + c.num_prefill_faults,
+    ),
     "kv_transfer_fallbacks": (
-        "Requests sent in another codec, because that of the workers would have harmed them.",
+        "Requests sent in another codec, or not at all, because that of the workers would have harmed them.",
         lambda c: c.num_fallbacks,
     ),
     "kv_transfer_slow": ("Complete transfers that took long because of the link.", lambda c: c.num_slow),

@@ -5,7 +5,7 @@ Nothing is left out here because it looks bad: gates and the cost model reject, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,14 +17,21 @@ from triblade.tune.shape import ModelShape
 SCHEMES = {"bf16": 16, "int8": 8, "int4": 4, "int3": 3}
 DRAFT_LENGTHS = (2, 4, 6)
 SPLITS = ("20:80", "30:70", "50:50")
+SMALL_CHUNKS = (256, 128)  # tokens of a step of one engine, where streams are not to pause long
 
 
-def candidates(shape: ModelShape, hardware: Hardware, devices: int, draft_model: str | None) -> Iterator[Candidate]:
-    """Every combination, the plainest first."""
+def candidates(
+    shape: ModelShape, hardware: Hardware, devices: int, draft_model: str | None, *, small_chunks: bool = False
+) -> Iterator[Candidate]:
+    """Every combination, the plainest first; with smaller steps of one engine only where somebody asks for short pauses."""
     drafts: list[tuple[str | None, int]] = [(None, 0)]
     drafts += [(name, length) for name in drafters(shape, draft_model) for length in DRAFT_LENGTHS]
     axes = product(
-        weights(shape, hardware), ("bfloat16", "int8"), drafts, placements(devices), tensor_parallels(devices)
+        weights(shape, hardware),
+        ("bfloat16", "int8"),
+        drafts,
+        placements(devices, SMALL_CHUNKS if small_chunks else ()),
+        tensor_parallels(devices),
     )
     for stored, kv_dtype, (drafter, length), place, parallel in axes:
         if parallel == 1 or place["placement"] == "together":
@@ -58,9 +65,10 @@ def drafters(shape: ModelShape, draft_model: str | None) -> list[str]:
     return ["suffix", "eagle", *(["draft"] if draft_model is not None else [])]
 
 
-def placements(devices: int) -> Iterator[dict[str, Any]]:
-    """Where prompts are computed."""
+def placements(devices: int, chunks: Sequence[int] = ()) -> Iterator[dict[str, Any]]:
+    """Where prompts are computed, and in steps of how many tokens."""
     yield {"placement": "together"}
+    yield from ({"placement": "together", "chunk": chunk} for chunk in chunks)
     yield from ({"placement": "one", "split": split} for split in SPLITS if devices == 1)
     counts = {max(1, devices // 4), devices // 2} if devices > 1 else set()
     yield from ({"placement": "two", "prefill_devices": count} for count in sorted(counts))

@@ -65,6 +65,8 @@ def judge(candidate: Candidate, task: Task) -> Judged | Rejection:
     for gate, reason in (("hardware", _hardware(candidate, task)), ("quality", _quality(candidate, task.quality))):
         if reason is not None:
             return Rejection(candidate=candidate, gate=gate, reason=reason)
+    if candidate.chunk is not None:
+        task = replace(task, site=replace(task.site, chunk=candidate.chunk))
     cost = cost_of(candidate, task)
     try:
         memory = memory_of(candidate, task, MOST_SEQUENCES[task.site.hardware.kind])
@@ -170,8 +172,10 @@ def _quality(candidate: Candidate, floor: QualityFloor) -> str | None:
 
 
 def _goals(outcome: Outcome, goals: Goals) -> str | None:
+    limits: tuple[tuple[str, float, float | None], ...]
     limits = (("TTFT", outcome.ttft_s, goals.ttft_ms), ("TPOT", outcome.tpot_s, goals.tpot_ms))
-    for name, value, limit in (*limits, ("end to end", outcome.e2el_s, goals.e2el_ms)):
+    limits += (("end to end", outcome.e2el_s, goals.e2el_ms), ("pause of a stream", outcome.pause_s, goals.pause_ms))
+    for name, value, limit in limits:
         if limit is not None and value * 1e3 > limit:
             return f"{name} {value * 1e3:.0f} ms, wanted {limit:g} ms"
     return None

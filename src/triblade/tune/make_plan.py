@@ -57,7 +57,7 @@ def engine_of(decision: Decision, config: PlanConfig) -> EngineConfig:
         kv_cache_dtype="int8" if candidate.kv_dtype == "int8" else "auto",
         max_model_len=context_length(task),
         max_num_seqs=sequences,
-        max_num_batched_tokens=max(task.site.chunk, sequences),
+        max_num_batched_tokens=max(candidate.chunk or task.site.chunk, sequences),
         # Main memory is shared with others, so that the cache gets what the plan needs; a GPU's is the cache's own.
         kv_cache_memory_bytes=kv_bytes(decision, sequences) if is_cpu else None,
         drafter=candidate.drafter,  # type: ignore[arg-type]
@@ -164,6 +164,7 @@ def figures(decision: Decision) -> Iterator[Figure]:
         ("ttft", outcome.ttft_s * 1e3, "ms"),
         ("tpot", outcome.tpot_s * 1e3, "ms"),
         ("e2el", outcome.e2el_s * 1e3, "ms"),
+        ("pause", outcome.pause_s * 1e3, "ms"),
         ("output_throughput", outcome.output_tokens_per_s, "tokens/s"),
         ("capacity", outcome.capacity_requests_per_s, "requests/s"),
         ("in_flight", outcome.in_flight, "requests"),

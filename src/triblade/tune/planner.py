@@ -28,7 +28,7 @@ AXES = {
     "weights": ("weights",),
     "KV": ("kv_dtype",),
     "drafts": ("drafter", "draft_length"),
-    "placement": ("placement", "split", "prefill_devices"),
+    "placement": ("placement", "split", "prefill_devices", "chunk"),
 }
 
 
@@ -73,7 +73,10 @@ def decide(config: PlanConfig, shape: ModelShape, hardware: Hardware) -> Decisio
     engines: tuple[ServingEngine, ...] = ("triblade", "vllm") if hardware.kind == "cuda" else ("triblade",)
     for engine in engines:
         task = _task(config, shape, hardware, workload, engine)
-        judged = [judge(one, task) for one in candidates(shape, hardware, config.devices, config.draft_model)]
+        every = candidates(
+            shape, hardware, config.devices, config.draft_model, small_chunks=config.pause_ms is not None
+        )
+        judged = [judge(one, task) for one in every]
         rejected += [one for one in judged if isinstance(one, Rejection)]
         ranked = rank([one for one in judged if isinstance(one, Judged)], rules, config.objective)
         if ranked:
@@ -155,7 +158,7 @@ def _task(config: PlanConfig, shape: ModelShape, hardware: Hardware, workload: W
 
 def _before(task: Task, hardware: Hardware) -> Judged | None:
     """The baseline, whatever the goals; at a rate that it cannot do, as a closed loop of the workload's users."""
-    free = replace(task, goals=replace(task.goals, ttft_ms=None, tpot_ms=None, e2el_ms=None))
+    free = replace(task, goals=replace(task.goals, ttft_ms=None, tpot_ms=None, e2el_ms=None, pause_ms=None))
     plain = judge(baseline(task.shape, hardware), free)
     if isinstance(plain, Rejection) and plain.gate == "rate":
         plain = judge(plain.candidate, replace(free, workload=replace(task.workload, request_rate=None)))
@@ -163,7 +166,7 @@ def _before(task: Task, hardware: Hardware) -> Judged | None:
 
 
 def _kind(candidate: Candidate) -> Candidate:
-    return replace(candidate, draft_length=0, split="")
+    return replace(candidate, draft_length=0, split="", chunk=None)
 
 
 def _differs_in(one: Candidate, other: Candidate) -> set[str]:

@@ -21,6 +21,7 @@ Placement = Literal[
 ITERATIONS = 40
 MOST_WAITING = 0.95
 SHARED_DEVICE_COST = 1.03  # two processes taking turns on one GPU; a guess, not measured
+SLICED_STEPS = 2.0  # that a step takes beside a prompt on the same GPU, by time slices; a guess, not measured
 CORES_OF_BANDWIDTH = (
     0.6  # exponent: half of the cores read two thirds of the bandwidth (docs/log.md: 20 to 27 of 34 to 42 GB/s)
 )
@@ -41,12 +42,13 @@ class Candidate:
     split: str = "30:70"  # memory of prefill to decode, where they share a device
     prefill_devices: int = 0
     tensor_parallel: int = 1
+    chunk: int | None = None  # tokens of a step, where they are fewer than usual for the sake of streams
 
     def __str__(self) -> str:
         """In few words, for tables."""
         drafts = f"{self.drafter} k {self.draft_length}" if self.drafter else "no drafts"
         where = {
-            "together": "one engine",
+            "together": f"one engine in steps of {self.chunk} tokens" if self.chunk else "one engine",
             "one": f"P/D {self.split} on one device",
             "two": f"P/D on {self.prefill_devices} + other devices",
         }[self.placement]
@@ -74,6 +76,7 @@ class Outcome:
     output_tokens_per_s: float  # of all devices
     requests_per_s: float
     capacity_requests_per_s: float  # at most, with as many requests in flight as fit
+    pause_s: float  # of a stream, at most, while a prompt of somebody else is computed
     tokens_per_step: float
     in_flight: float
 
@@ -141,13 +144,14 @@ class _Load:
             output_tokens_per_s=users * tokens / cycle_s,
             requests_per_s=users / cycle_s,
             capacity_requests_per_s=users / cycle_s,
+            pause_s=self._pause_s(running),
             tokens_per_step=expected_tokens(self.candidate, self.workload)[0],
             in_flight=users,
         )
 
     def _together(self, users: float) -> tuple[float, float]:
         """TTFT and whole time where prompts and steps take turns on a device, in one process or two."""
-        if self.candidate.placement == "one" and self.site.hardware.kind == "cpu":
+        if self._has_own_cores:
             return self._apart(users)
         each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
         prompt_s, decode_s = self._prompt_s(self.cost), self._decode_s(self.cost, each)
@@ -172,6 +176,26 @@ class _Load:
             e2el_s = max(first_s + decode_s, users * prompt_s / servers)
         return e2el_s - decode_s + decode_s / max(1, self.workload.output_tokens - 1), e2el_s
 
+    def _pause_s(self, users: float) -> float:
+        """Between two tokens of a stream: a step, and beside it in one engine as many tokens of others' prompts as it takes."""
+        if self.candidate.placement == "two" or self._has_own_cores:
+            _, decode, _, streams = self._stages()
+            return self._step_s(decode, max(1.0, users / streams))
+        each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
+        step_s = self._step_s(self.cost, each)
+        if each == 1:
+            return step_s
+        if self.candidate.placement == "one":
+            return SLICED_STEPS * step_s
+        cached = self.workload.prompt_tokens * self.workload.prefix_share
+        others = (each - 1) * (self.workload.prompt_tokens - cached)
+        return step_s + self.cost.prefill_s(max(1.0, min(self.site.chunk, others)), cached, self.site.chunk)
+
+    @property
+    def _has_own_cores(self) -> bool:
+        """Two workers on a host without accelerator."""
+        return self.candidate.placement == "one" and self.site.hardware.kind == "cpu"
+
     def _stages(self) -> tuple[StepCost, StepCost, float, float]:
         """Costs of both stages, and how many of each there are."""
         if self.candidate.placement == "two":
@@ -186,12 +210,15 @@ class _Load:
 
     def _decode_s(self, cost: StepCost, sequences: float) -> float:
         """All tokens of an answer but the first."""
-        tokens, rows, drafting = expected_tokens(self.candidate, self.workload)
+        tokens, _, _ = expected_tokens(self.candidate, self.workload)
+        return self._step_s(cost, sequences) * max(0, self.workload.output_tokens - 1) / tokens
+
+    def _step_s(self, cost: StepCost, sequences: float) -> float:
+        """A step of streams, with what drafting for it takes."""
+        _, rows, drafting = expected_tokens(self.candidate, self.workload)
         context = self.workload.prompt_tokens + self.workload.output_tokens / 2
         step_s = cost.decode_s(sequences, context, rows)
-        if drafting:
-            step_s += drafting * cost.decode_s(sequences, context)
-        return step_s * max(0, self.workload.output_tokens - 1) / tokens
+        return step_s + drafting * cost.decode_s(sequences, context) if drafting else step_s
 
     def _transfer_s(self) -> float:
         """What is left of sending a prompt's rows once its last chunk is computed: that chunk's."""
