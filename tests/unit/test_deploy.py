@@ -112,6 +112,16 @@ def test_what_has_no_counterpart_is_named_and_refused_when_strict(option: str, v
         translated(plan(**given), strict=True)
 
 
+def test_options_of_vllm_beside_the_plan() -> None:
+    given = ("enforce-eager=true", "max_num_seqs=9", "dtype=float16")
+    options, _ = translated(plan(max_num_seqs=4), vllm_option=given)
+    assert (options["enforce_eager"], options["max_num_seqs"], options["dtype"]) == (True, 9, "float16")
+    with pytest.raises(ConfigError, match="unknown option of vLLM"):
+        translated(plan(), vllm_option=("enforce_eagerly=true",))
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        config(vllm_option=("enforce_eager",))
+
+
 def test_attention_has_vllm_names() -> None:
     assert translated(plan(attention_backend="flashinfer"))[0]["attention_backend"] == "FLASHINFER"
 

@@ -212,7 +212,7 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     made = make_plan(decision, config)
     assert made.serving_engine == "vllm"
     assert any("8.9" in one.reason for one in decision.rejected if one.gate == "hardware")
-    assert commands(made, config)[-1].startswith("vllm serve")
+    assert commands(made, config)[-1].startswith("triblade deploy")
 
 
 def test_a_model_for_several_devices_is_split_over_them() -> None:

@@ -92,6 +92,9 @@ class DeployConfig:
     draft_table: bool = True
     """Draft lengths by batch size, from the cost model, in place of the adaptive policy."""
 
+    vllm_option: tuple[str, ...] = ()
+    """An option of vLLM beside the plan's, or in its place, NAME=VALUE such as `enforce_eager=true`; may be given several times."""
+
     ready_timeout_s: float = 900.0
     """Seconds that engines have to load."""
 
@@ -121,6 +124,9 @@ class DeployConfig:
         require_positive("ready_timeout_s", self.ready_timeout_s)
         if not 0 < self.port <= 65535:
             raise ConfigError(f"port must be between 1 and 65535, got: {self.port}", param="port")
+        for option in self.vllm_option:
+            if not option.partition("=")[1]:
+                raise ConfigError(f"vllm_option must be NAME=VALUE, got: {option!r}", param="vllm_option")
         self._check_run()
 
     def _check_run(self) -> None:

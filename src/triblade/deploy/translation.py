@@ -7,6 +7,7 @@ What differs between releases is decided by `Accepted`, and `accepted.check` has
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -175,6 +176,7 @@ def _role(work: _Work, role: Role) -> ServedRole:
         options["kv_transfer_config"] = _transfer(work, role)
     each = config.tensor_parallel_size or plan.tensor_parallel
     options |= _parallel(each, config.pipeline_parallel_size)
+    options |= dict(map(_given_option, config.vllm_option))
     devices = each * config.pipeline_parallel_size
     nodes = max(1, -(-devices // config.devices_per_node))
     return ServedRole(role=role, options=options, replicas=_replicas(work, role, devices), devices=devices, nodes=nodes)
@@ -201,6 +203,16 @@ def _engine_options(work: _Work, engine: EngineConfig) -> Iterator[tuple[str, An
 def _is_bound_here(work: _Work, name: str) -> bool:
     """Threads and cores of processes that are started here are this side's to choose."""
     return name in ("threads", "cpu_cores") and work.config.target == "local"
+
+
+def _given_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; the value as JSON where it is some, else as text."""
+    name, _, value = text.partition("=")
+    name = name.replace("-", "_")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _plain(value: object) -> object:
