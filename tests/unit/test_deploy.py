@@ -112,6 +112,10 @@ def test_what_has_no_counterpart_is_named_and_refused_when_strict(option: str, v
         translated(plan(**given), strict=True)
 
 
+def test_devices_that_share_a_model() -> None:
+    assert translated(plan(devices=8, tensor_parallel=8))[0]["tensor_parallel_size"] == 8
+
+
 def test_options_of_vllm_beside_the_plan() -> None:
     given = ("enforce-eager=true", "max_num_seqs=9", "dtype=float16")
     options, _ = translated(plan(max_num_seqs=4), vllm_option=given)
