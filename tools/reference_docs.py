@@ -23,6 +23,7 @@ from triblade.config import (
     AlignConfig,
     BenchConfig,
     ConvertConfig,
+    DeployConfig,
     EngineConfig,
     KVCalibrateConfig,
     PlanConfig,
@@ -44,6 +45,7 @@ GROUPS |= {
     "BenchConfig": "load test",
     "PlanConfig": "plan",
     "TuneConfig": "tuning",
+    "DeployConfig": "deployment",
 }
 INTRODUCTION = """\
 # Command line
@@ -153,6 +155,7 @@ def page() -> str:
     parts += option_table("Transfer options", TransferConfig)
     parts += option_table("Plan options", PlanConfig)
     parts += option_table("Tuning options", TuneConfig)
+    parts += option_table("Deployment options", DeployConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

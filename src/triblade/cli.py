@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.commands import inference, making, measuring, planning, tuning  # noqa: F401 - registers the commands
+from triblade.commands import deploying, inference, making, measuring, planning, tuning  # noqa: F401 - registers the commands
 from triblade.commands.frame import BAD_OPTIONS, BROKEN_PIPE, INTERRUPTED, app
 from triblade.conversation import print_error
 from triblade.errors import TribladeError
@@ -25,7 +25,9 @@ MODEL_OPTIONS = {  # of the commands that take the model as first argument, too
         "--model",
     ),
     "align": "--target",
+    "deploy": "--plan",
 }
+FIRST_ARGUMENTS = {"deploy": "plan"}  # of commands whose first argument is no model
 
 
 @app.command
@@ -70,7 +72,8 @@ def _what_is_wrong(error: CycloptsError, arguments: Sequence[str]) -> tuple[str,
         return f"unexpected argument: {' '.join(error.unused_tokens or ())}", hint
     if isinstance(error, MissingArgumentError) and error.keyword is None and error.argument is not None:
         if error.argument.name == MODEL_OPTIONS.get(command):
-            return "missing: the model", f"it comes first: triblade {command} MODEL; {hint}"
+            what = FIRST_ARGUMENTS.get(command, "model")
+            return f"missing: the {what}", f"it comes first: triblade {command} {what.upper()}; {hint}"
         return f"missing: {error.argument.name}", hint
     return " ".join(str(error).split()), hint
 

@@ -217,14 +217,14 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     made = make_plan(decision, config)
     assert made.serving_engine == "vllm"
     assert any("8.9" in one.reason for one in decision.rejected if one.gate == "hardware")
-    assert commands(made, config)[-1].startswith("vllm serve")
+    assert commands(made, config)[-1].startswith("triblade deploy")
 
 
 def test_a_model_for_several_devices_is_split_over_them() -> None:
     config = PlanConfig(model=SEVENTY.name, hardware="a100-80gb", devices=4)
     made = make_plan(decide(config, SEVENTY, find_hardware("a100-80gb")), config)
     assert made.tensor_parallel == 4
-    assert "--tensor-parallel-size 4" in commands(made, config)[-1]
+    assert commands(made, config)[-1] == "triblade deploy plan.toml"
 
 
 def test_what_cannot_be_is_refused_with_the_gates() -> None:

@@ -32,6 +32,7 @@ TRANSFER_GROUP = Group("Transfers between workers", sort_key=4)
 BENCH_GROUP = Group("Load test", sort_key=1)
 PLAN_GROUP = Group("Plan", sort_key=1)
 TUNE_GROUP = Group("Tuning", sort_key=1)
+DEPLOY_GROUP = Group("Deployment", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
 KV_GROUP = Group("KV table", sort_key=1)
 

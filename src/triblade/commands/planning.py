@@ -100,7 +100,7 @@ def check_runs_here(found: Plan, path: Path) -> None:
     if found.serving_engine != "triblade":
         raise UnsupportedError(
             f"the plan is for {found.serving_engine}: {path}",
-            hint="triblade plan prints the command that serves it",
+            hint=f"triblade deploy {path} serves it",
             param="plan",
         )
     if found.prefill not in (None, found.decode):

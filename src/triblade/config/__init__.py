@@ -7,6 +7,7 @@ number of KV blocks) is `None` or "auto" here and resolved where the model is lo
 from __future__ import annotations
 
 from triblade.config.bench import BenchConfig
+from triblade.config.deploy import DeployConfig
 from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
 from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
@@ -34,6 +35,7 @@ __all__ = [
     "BiasMode",
     "ConvertConfig",
     "DType",
+    "DeployConfig",
     "EngineConfig",
     "Figure",
     "Goals",

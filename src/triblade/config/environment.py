@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,3 +57,8 @@ def worker_environment(devices: Sequence[int]) -> dict[str, str]:
     """Of a process that sees these devices, in this order, by the driver's numbers; without any, this process's own."""
     chosen = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     return {**os.environ, **chosen} if devices else dict(os.environ)
+
+
+def extended_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that gets more variables than this one has."""
+    return {**os.environ, **variables}

@@ -5,7 +5,6 @@ Names of things that the commands make follow from the model's name: NAME-int4 i
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -132,29 +131,16 @@ def commands(plan: Plan, config: PlanConfig) -> list[str]:
     """What to run, in order."""
     found = [plan.weights.convert] if plan.weights.convert else []
     if plan.serving_engine == "vllm":
-        words = ["vllm", "serve", plan.decode.model, "--max-model-len", str(plan.decode.max_model_len)]
-        words += ["--max-num-seqs", str(plan.decode.max_num_seqs)]
-        words += ["--tensor-parallel-size", str(plan.tensor_parallel)] if plan.tensor_parallel > 1 else []
-        return [*found, shlex.join([*words, *_vllm_drafts(plan.decode)])]
+        path = config.output or PurePath("plan.toml")
+        if config.output is None:
+            found.append(shlex.join(["triblade", "plan", *to_flags(config), f"--output={path}"]))
+        return [*found, shlex.join(["triblade", "deploy", str(path)])]
     if plan.decode.drafter == "eagle" and plan.decode.draft_model is not None:
         found.append(shlex.join(["triblade", "align", plan.decode.model, "--output", plan.decode.draft_model]))
     if config.output is not None:
         return [*found, shlex.join(["triblade", "serve", "--plan", str(config.output)])]
     flags = [*to_flags(plan.decode), *to_flags(plan.topology), *to_flags(plan.transfer)]
     return [*found, shlex.join(["triblade", "serve", *flags])]
-
-
-def _vllm_drafts(engine: EngineConfig) -> list[str]:
-    """Speculation in vLLM's words."""
-    if engine.drafter is None:
-        return []
-    config: dict[str, object] = {
-        "method": "suffix" if engine.drafter == "suffix" else "draft_model",
-        "model": engine.draft_model,
-    }
-    config["num_speculative_tokens"] = engine.num_speculative_tokens
-    said = {name: value for name, value in config.items() if value is not None}
-    return ["--speculative-config", json.dumps(said)]
 
 
 def figures(decision: Decision) -> Iterator[Figure]:
