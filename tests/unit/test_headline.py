@@ -21,7 +21,8 @@ LOADS, WAYS = ("chat", "document"), ("none", "quantization")
 def headline() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "headline.py"
     spec = importlib.util.spec_from_file_location("headline", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["headline"] = module  # where dataclasses look their annotations up
     spec.loader.exec_module(module)
@@ -47,7 +48,8 @@ def test_goes_on_after_every_run(headline: ModuleType, tmp_path: Path) -> None:
     assert again.results() == {}  # no workload is whole
     again.add("chat", "quantization", run(400))
     found = json.loads(file.read_text())["results"]
-    assert list(found) == ["chat"] and found["chat"]["quantization"]["e2el_ms of none"] == 0.4
+    assert list(found) == ["chat"]
+    assert found["chat"]["quantization"]["e2el_ms of none"] == 0.4
 
 
 def test_medians_over_rounds(headline: ModuleType, tmp_path: Path) -> None:
