@@ -19,6 +19,7 @@ from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
 PROCESS_BYTES = (
     200 * 2**20
 )  # interpreter, torch, tokenizer; seen in nine trials of `tune`: 170 of one engine, 230 with workers
+HEAD_BYTES = 50 * 2**20  # buffers and tables of an eagle head beside its weights: 43 to 65 seen in five runs
 MADE_SCHEMES = ("int8", "int4", "int3")
 
 
@@ -183,6 +184,8 @@ def memory_gb(decision: Decision) -> float:
     if decision.task.site.hardware.kind == "cpu":
         has_workers = decision.chosen.candidate.placement == "one"
         own += PROCESS_BYTES * (3 if has_workers else 1) + (memory.activation_bytes if has_workers else 0)
+        if decision.chosen.candidate.drafter == "eagle":
+            own += HEAD_BYTES * (2 if has_workers else 1)
     return own / 1e9
 
 

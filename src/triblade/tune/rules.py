@@ -114,7 +114,7 @@ def workload_of(config: PlanConfig) -> Workload:
 def _said_before(prompt_tokens: int, output_tokens: int) -> float:
     """Share of the prompts of a conversation in two turns that its first turn brought.
 
-    A question q and an answer o, then both and another question: prompts of (3q + o) / 2 on average, of which (q + o) / 2 are known.
+    A question q and an answer o, then both and another question: prompts of (3q + o) / 2 on average, (q + o) / 2 of them known.
     """
     question = max(0.0, (2 * prompt_tokens - output_tokens) / 3)
     return min(MOST_CACHED, (question + output_tokens) / (2 * prompt_tokens))
