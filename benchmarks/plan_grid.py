@@ -3,9 +3,9 @@
     python benchmarks/plan_grid.py MODEL --part held-out --work FOLDER --output FILE [--checkpoint int4=FOLDER] [--seconds 180]
 
 MODEL has 16-bit weights. Every way is predicted first, from the profile that the machine measures of itself, then served by its
-plan and driven over HTTP. The cost model was mended with the rows of the part `mended-with` in sight; those of `held-out` were measured
-afterwards, and theirs are the errors that count. Invariant: --output has every way that was measured, so that the same command goes
-on where it was stopped; predictions are never made again.
+plan and driven over HTTP. The cost model was mended with the rows of the part `mended-with` in sight; those of `held-out` were
+measured afterwards, and theirs are the errors that count. Invariant: --output has every way that was measured, so that the same
+command goes on where it was stopped; predictions are never made again.
 """
 
 from __future__ import annotations
