@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from triblade.tune.cost import StepCost, Weights
 from triblade.tune.hardware import Hardware, find_hardware, hardware_names, kernels_of
 from triblade.tune.make_plan import commands, make_plan
 from triblade.tune.plan_report import as_json, describe
-from triblade.tune.planner import Decision, decide
+from triblade.tune.planner import Decision, decide, sequences_of
 from triblade.tune.rules import advice, fitting_rules, workload_of
 from triblade.tune.serving import Candidate, Outcome, Site, expected_tokens, predict, wire_codec
 from triblade.tune.shape import ModelShape
@@ -262,6 +263,26 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     assert made.serving_engine == "vllm"
     assert any("8.9" in one.reason for one in decision.rejected if one.gate == "hardware")
     assert commands(made, config)[-1].startswith("vllm serve")
+
+
+def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have() -> None:
+    def told(hardware: str, devices: int) -> str:
+        config = PlanConfig(model=EIGHT.name, hardware=hardware, devices=devices)
+        return commands(make_plan(decide(config, EIGHT, find_hardware(hardware)), config), config)[-1]
+
+    assert "--data-parallel-size 4" in told("b200", 4)
+    assert "--data-parallel-size" not in told("b200", 1)
+    assert "--dtype half" in told("t4", 1)  # no bfloat16 below compute capability 8.0
+    assert "--dtype" not in told("l4", 1)
+
+
+def test_a_rate_gets_room_for_its_bursts() -> None:
+    """Two in flight on average: 2 + 3 x 1.41 at once; of a closed loop, where no more come, half as many again."""
+    decision = chosen("h200", request_rate=5.0)
+    mean = decision.chosen.outcome.in_flight
+    assert sequences_of(decision.chosen, decision.task) == math.ceil(mean + 3 * math.sqrt(mean))
+    closed = chosen("h200", concurrency=4.0)
+    assert sequences_of(closed.chosen, closed.task) == 6
 
 
 def test_a_model_for_several_devices_is_split_over_them() -> None:

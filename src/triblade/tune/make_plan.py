@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from triblade.config import EngineConfig, Figure, Plan, PlanConfig, TopologyConfig, TransferConfig, WeightPlan, to_flags
 from triblade.tune.gates import Judged, context_length
+from triblade.tune.hardware import find_hardware, hardware_names
 from triblade.tune.planner import TIE, Decision, agreement, alternatives, sequences_of
 from triblade.tune.rules import DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS, acceptance, advice
 from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
@@ -20,6 +21,7 @@ PROCESS_BYTES = (
     200 * 2**20
 )  # interpreter, torch, tokenizer; seen in nine trials of `tune`: 170 of one engine, 230 with workers
 HEAD_BYTES = 50 * 2**20  # buffers and tables of an eagle head beside its weights: 43 to 65 seen in five runs
+BFLOAT16_CAPABILITY = 8.0  # of NVIDIA's devices that multiply bfloat16; older ones need half
 MADE_SCHEMES = ("int8", "int4", "int3")
 
 
@@ -135,14 +137,25 @@ def commands(plan: Plan, config: PlanConfig) -> list[str]:
     if plan.serving_engine == "vllm":
         words = ["vllm", "serve", plan.decode.model, "--max-model-len", str(plan.decode.max_model_len)]
         words += ["--max-num-seqs", str(plan.decode.max_num_seqs)]
-        words += ["--tensor-parallel-size", str(plan.tensor_parallel)] if plan.tensor_parallel > 1 else []
-        return [*found, shlex.join([*words, *_vllm_drafts(plan.decode)])]
+        return [*found, shlex.join([*words, *_vllm_devices(plan), *_vllm_drafts(plan.decode)])]
     if plan.decode.drafter == "eagle" and plan.decode.draft_model is not None:
         found.append(shlex.join(["triblade", "align", plan.decode.model, "--output", plan.decode.draft_model]))
     if config.output is not None:
         return [*found, shlex.join(["triblade", "serve", "--plan", str(config.output)])]
     flags = [*to_flags(plan.decode), *to_flags(plan.topology), *to_flags(plan.transfer)]
     return [*found, shlex.join(["triblade", "serve", *flags])]
+
+
+def _vllm_devices(plan: Plan) -> list[str]:
+    """All devices in vLLM's words, and 16-bit floats that they have."""
+    replicas = plan.devices // plan.tensor_parallel
+    words = ["--tensor-parallel-size", str(plan.tensor_parallel)] if plan.tensor_parallel > 1 else []
+    words += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
+    known = plan.hardware in hardware_names()
+    has_bfloat16 = (
+        not known or float(find_hardware(plan.hardware).capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY
+    )
+    return words if has_bfloat16 else [*words, "--dtype", "half"]
 
 
 def _vllm_drafts(engine: EngineConfig) -> list[str]:
@@ -202,6 +215,8 @@ def reasons(decision: Decision) -> Iterator[str]:
     if said:
         followed = agreement(chosen.candidate, said)
         yield f"{followed} of {len(said)} points of the rules' advice followed: they decide between times within {TIE:.0%}"
+    else:
+        yield f"times within {TIE:.0%} of the best count as equal, and the plainest choice is taken"
     for axis, other in alternatives(decision).items():
         yield f"{axis}: the best other choice ({_of_axis(axis, other.candidate)}) is predicted {_slower(other, chosen)}"
     drafter = chosen.candidate.drafter
