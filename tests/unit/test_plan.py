@@ -267,10 +267,11 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
 
 def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have() -> None:
     def told(hardware: str, devices: int) -> str:
-        config = PlanConfig(model=EIGHT.name, hardware=hardware, devices=devices)
+        options: dict[str, Any] = {"hardware": hardware, "devices": devices, "workload": "long-output"}
+        config = PlanConfig(model=EIGHT.name, concurrency=256.0, **options)
         return commands(make_plan(decide(config, EIGHT, find_hardware(hardware)), config), config)[-1]
 
-    assert "--data-parallel-size 4" in told("b200", 4)
+    assert "--data-parallel-size 8" in told("b200", 8)
     assert "--data-parallel-size" not in told("b200", 1)
     assert "--dtype half" in told("t4", 1)  # no bfloat16 below compute capability 8.0
     assert "--dtype" not in told("l4", 1)
