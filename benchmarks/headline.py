@@ -5,6 +5,7 @@
 MODEL has 16-bit weights. Each way is served by a plan (`triblade serve --plan`) and driven over HTTP: chat questions in two turns
 (benchmarks/prompts/chat.jsonl) and long documents. Ways take turns, so that what else the machine does meets all of them. The
 quantized checkpoint is made first, once, and kept in --work; that is not part of the ten minutes that the rest takes.
+Invariant: --output has every run that ended, so that the same command goes on where it was stopped (by --seconds or otherwise).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import argparse
 import json
 import platform
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from triblade import host
 from triblade.config import TuneConfig
+from triblade.files import written_whole
 from triblade.models.checkpoint import open_checkpoint
 from triblade.models.source import resolve
 from triblade.tune.laboratory import CommandLaboratory
@@ -39,6 +43,7 @@ MEASURES = {  # label, unit, whether more is better
 NONE = "none"
 BAR, GAP, LEFT, WIDTH, PANEL = 18, 8, 130, 620, 150
 COLORS = ("#999999", "#56b4e9", "#e69f00", "#cc79a7", "#009e73")
+NOT_ASKED = frozenset({"work", "output", "chart", "seconds", "rounds"})  # options that change no figure of a run
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--chart", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long; go on later")
     parser.add_argument("--scheme", default="int4")
     parser.add_argument("--checkpoint", type=Path, help="of the model, quantized already; default: make one")
     parser.add_argument("--quantization", default="best")
@@ -183,53 +189,81 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass
+class Progress:
+    """Every run that ended, by workload and way, one for each round; kept in a file, if there is one.
+
+    Raises:
+        SystemExit: the file is of another question.
+    """
+
+    file: Path | None
+    asked: Mapping[str, Any]
+    quality: Quality | None
+    runs: dict[str, dict[str, list[Run]]]
+
+    def __post_init__(self) -> None:
+        if self.file is None or not self.file.exists():
+            return
+        found = json.loads(self.file.read_text(encoding="utf-8"))
+        if found["options"] != self.asked:
+            raise SystemExit(f"{self.file} was begun with {found['options']}; go on with these")
+        for load, of_load in found["runs"].items():
+            for name, rows in of_load.items():
+                self.runs[load][name] = [Run(**row) for row in rows]
+
+    def add(self, load: str, name: str, run: Run) -> None:
+        """Note a run, and write everything."""
+        self.runs[load][name].append(run)
+        print(f"{load:9} {name:15} {run.e2el_ms:8.0f} ms {run.output_tokens_per_s:8.1f} tokens/s", flush=True)
+        if self.file is not None:
+            with written_whole(self.file) as part:
+                part.write_text(json.dumps(self._record(), indent=1) + "\n", encoding="utf-8")
+
+    def results(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Of the workloads whose ways have all been run."""
+        return {load: summary(of_load) for load, of_load in self.runs.items() if all(of_load.values())}
+
+    def _record(self) -> dict[str, Any]:
+        every = {
+            load: {name: [asdict(run) for run in found] for name, found in of_load.items()}
+            for load, of_load in self.runs.items()
+        }
+        return {
+            "what": (__doc__ or "").partition("\n")[0],
+            "options": self.asked,
+            "machine": {"cores": host.usable_cores(), "platform": platform.platform()},
+            "quality": None if self.quality is None else asdict(self.quality),
+            "results": self.results(),
+            "runs": every,
+        }
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What makes two runs comparable; models and files by name, not by place."""
+    told = {n: Path(v).name if isinstance(v, Path) else v for n, v in vars(options).items() if n not in NOT_ASKED}
+    places = [name for name in ("model", "calibration") if told[name] is not None]
+    return told | {name: Path(told[name]).name for name in places}
+
+
 def main() -> None:
     """Measure in rounds, print the table, write result and chart."""
-    options = arguments()
+    options, began = arguments(), time.monotonic()
     points = ways(options.scheme, options.drafter, options.draft_length, options.split)
     loads = list(workloads(options))
     made = loads[0].checkpoint(points["quantization"])
-    quality: Quality | None = loads[0].laboratory.quality(points["quantization"], made)
-    runs: dict[str, dict[str, list[Run]]] = {load.name: {name: [] for name in points} for load in loads}
-    for number in range(options.rounds):
-        for load in loads:
-            for name, point in points.items():
-                runs[load.name][name].append(run := measured(load, name, point, number))
-                print(
-                    f"{load.name:9} {name:15} {run.e2el_ms:8.0f} ms {run.output_tokens_per_s:8.1f} tokens/s", flush=True
-                )
-    results = {load: summary(of_load) for load, of_load in runs.items()}
-    print(markdown(results))
-    if options.output is not None:
-        options.output.write_text(
-            json.dumps(record(options, quality, results, runs), indent=1) + "\n", encoding="utf-8"
-        )
+    quality = loads[0].laboratory.quality(points["quantization"], made)
+    empty: dict[str, dict[str, list[Run]]] = {load.name: {name: [] for name in points} for load in loads}
+    progress = Progress(options.output, asked(options), quality, empty)
+    for number, load, name in product(range(options.rounds), loads, points):
+        if len(progress.runs[load.name][name]) > number:
+            continue
+        if time.monotonic() - began > options.seconds:
+            raise SystemExit(f"{options.seconds:g} s are over; the same command goes on here")
+        progress.add(load.name, name, measured(load, name, points[name], number))
+    print(markdown(progress.results()))
     if options.chart is not None:
-        options.chart.write_text(chart(results), encoding="utf-8")
-
-
-def record(
-    options: argparse.Namespace,
-    quality: Quality | None,
-    results: Mapping[str, Any],
-    runs: Mapping[str, Mapping[str, Sequence[Run]]],
-) -> dict[str, Any]:
-    """The result as JSON; models and files by name, not by place."""
-    files = {"work", "output", "chart"}
-    told = {n: Path(v).name if isinstance(v, Path) else v for n, v in vars(options).items() if n not in files}
-    told |= {name: Path(told[name]).name for name in ("model", "calibration", "checkpoint") if told[name] is not None}
-    every = {
-        load: {name: [asdict(run) for run in found] for name, found in of_load.items()}
-        for load, of_load in runs.items()
-    }
-    return {
-        "what": " ".join((__doc__ or "").partition("\n")[0].split()),
-        "options": told,
-        "machine": {"cores": host.usable_cores(), "platform": platform.platform()},
-        "quality": None if quality is None else asdict(quality),
-        "results": results,
-        "runs": every,
-    }
+        options.chart.write_text(chart(progress.results()), encoding="utf-8")
 
 
 if __name__ == "__main__":

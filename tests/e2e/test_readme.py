@@ -91,14 +91,12 @@ def test_openai_client(server: str) -> None:
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_demo() -> None:
-    done = run(sys.executable, "examples/demo.py", "--max-tokens", "8", "--concurrency", "3")
+def test_demo(tmp_path: Path) -> None:
+    short = ["--max-tokens", "8", "--concurrency", "2", "--requests", "4", "--trials", "1"]
+    done = run(sys.executable, "examples/demo.py", *short, "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "Tokyo" in done.stdout
-    for figure in (
-        "time to first token, alone",
-        "one request alone",
-        "3 requests at once",
-        "peak memory of the server",
-    ):
-        assert figure in done.stdout
+    for told in ("chosen: ", "4 requests, 0 failed", "trial 0: no drafts, one engine", "all answers together", "MiB"):
+        assert told in done.stdout
+    for name in ("int4/config.json", "plan.toml", "bench.html", "tuned/report.html"):
+        assert (tmp_path / name).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from triblade.tune.cost import StepCost, Weights
 from triblade.tune.hardware import Hardware, find_hardware, hardware_names, kernels_of
 from triblade.tune.make_plan import commands, make_plan
 from triblade.tune.plan_report import as_json, describe
-from triblade.tune.planner import Decision, decide
+from triblade.tune.planner import Decision, decide, sequences_of
 from triblade.tune.rules import advice, fitting_rules, workload_of
-from triblade.tune.serving import Candidate, expected_tokens, wire_codec
+from triblade.tune.serving import Candidate, Outcome, Site, expected_tokens, predict, wire_codec
 from triblade.tune.shape import ModelShape
 
 LLAMA_8B: dict[str, Any] = {
@@ -169,6 +170,55 @@ def test_tokens_of_a_step_by_hand() -> None:
     assert expected_tokens(Candidate(weights=BF16), workload) == (1, 1, 0)
 
 
+def outcome(candidate: Candidate, workload: Workload, hardware: Hardware = H200, chunk: int = 512) -> Outcome:
+    where = cost(hardware, candidate.weights)
+    found = predict(
+        candidate, where, Site(hardware=hardware, kernels=where.kernels, devices=1, chunk=chunk), workload, 64
+    )
+    assert isinstance(found, Outcome)
+    return found
+
+
+def test_users_whose_answers_are_of_one_length_move_in_waves() -> None:
+    """Eight prompts of 64 tokens are one chunk, and end with it; of 512 tokens they come one after the other: 4.5 on average."""
+    short = Workload(name="fixed", prompt_tokens=64, output_tokens=64, concurrency=8)
+    one = cost()
+    assert outcome(Candidate(weights=BF16), short).ttft_s == pytest.approx(one.prompts_step_s(512, 32, 8))
+    long = replace(short, prompt_tokens=512)
+    assert outcome(Candidate(weights=BF16), long).ttft_s == pytest.approx(4.5 * one.prefill_s(512, 0, 512))
+    mixed = outcome(Candidate(weights=BF16), replace(long, name="random"))
+    assert mixed.ttft_s < outcome(Candidate(weights=BF16), long).ttft_s
+    assert mixed.e2el_s == pytest.approx(outcome(Candidate(weights=BF16), long).e2el_s)
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    """What may draft eight tokens is never slower than what may draft two, or none."""
+    for users in (1, 16, 64):
+        asked = Workload(name="chat", prompt_tokens=64, output_tokens=64, concurrency=users)
+        times = [
+            outcome(Candidate(weights=BF16, drafter=drafter, draft_length=length), asked).e2el_s
+            for drafter, length in (("eagle", 8), ("eagle", 2), (None, 0))
+        ]
+        assert times == sorted(times)
+
+
+def test_sending_answers_takes_a_cpu_from_its_steps() -> None:
+    here = find_hardware("cpu-desktop")
+    asked = Workload(name="fixed", prompt_tokens=64, output_tokens=65, concurrency=4)
+    found = outcome(Candidate(weights=BF16), asked, here)
+    sending_s = 4 * kernels_of(here).event_us * 1e-6
+    assert found.tpot_s == pytest.approx(cost(here).decode_s(4, 96.5) + sending_s)
+    assert kernels_of(H200).event_us == 0
+
+
+@pytest.mark.parametrize(("prompt", "output", "share"), [(512, 256, 0.5), (256, 64, 5 / 12), (8, 64, 0.9)])
+def test_a_second_turn_finds_the_first_one_in_the_cache(prompt: int, output: int, share: float) -> None:
+    """Prompts of 256 and answers of 64: 149 + 64 of 362 tokens are known, of both turns 213 of 512."""
+    config = PlanConfig(model="m", workload="chat", prompt_tokens=prompt, output_tokens=output)
+    assert workload_of(config).prefix_share == pytest.approx(share, abs=1e-3)
+    assert workload_of(replace(config, prefix_share=0.2)).prefix_share == 0.2
+
+
 @pytest.mark.parametrize(
     ("hardware", "options", "wanted"),
     [
@@ -218,6 +268,27 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     assert made.serving_engine == "vllm"
     assert any("8.9" in one.reason for one in decision.rejected if one.gate == "hardware")
     assert commands(made, config)[-1].startswith("triblade deploy")
+
+
+def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have() -> None:
+    def told(hardware: str, devices: int) -> str:
+        options: dict[str, Any] = {"hardware": hardware, "devices": devices, "workload": "long-output"}
+        config = PlanConfig(model=EIGHT.name, concurrency=256.0, **options)
+        return commands(make_plan(decide(config, EIGHT, find_hardware(hardware)), config), config)[-1]
+
+    assert "--data-parallel-size 8" in told("b200", 8)
+    assert "--data-parallel-size" not in told("b200", 1)
+    assert "--dtype half" in told("t4", 1)  # no bfloat16 below compute capability 8.0
+    assert "--dtype" not in told("l4", 1)
+
+
+def test_a_rate_gets_room_for_its_bursts() -> None:
+    """Two in flight on average: 2 + 3 x 1.41 at once; of a closed loop, where no more come, half as many again."""
+    decision = chosen("h200", request_rate=5.0)
+    mean = decision.chosen.outcome.in_flight
+    assert sequences_of(decision.chosen, decision.task) == math.ceil(mean + 3 * math.sqrt(mean))
+    closed = chosen("h200", concurrency=4.0)
+    assert sequences_of(closed.chosen, closed.task) == 6
 
 
 def test_a_model_for_several_devices_is_split_over_them() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -20,8 +20,8 @@ from triblade.bench.target import COUNTERS, GAUGES, Ask, Piece, TargetError
 from triblade.config import BenchConfig
 from triblade.errors import ConfigError
 
-DATA = "data:"
-DONE = "[DONE]"
+DATA = b"data:"
+DONE = b"[DONE]"
 CONNECT_TIMEOUT_S = 10.0
 POLL_S = 0.25
 PATHS = {True: "chat/completions", False: "completions"}
@@ -69,10 +69,14 @@ class HTTPTarget:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     raise TargetError(f"status {response.status_code}: {_message(response)}")
-                async for line in response.aiter_lines():
-                    data = line[len(DATA) :].strip()
-                    if line.startswith(DATA) and data != DONE:
-                        yield _piece(data)
+                # Not `aiter_lines`: on a small machine the time per event is the server's, too (a quarter less this way).
+                rest = b""
+                async for received in response.aiter_bytes():
+                    *lines, rest = (rest + received).split(b"\n")
+                    for piece in _pieces(lines):
+                        yield piece
+                for piece in _pieces([rest]):
+                    yield piece
         except httpx.TimeoutException as error:
             raise TargetError(f"timed out ({type(error).__name__})") from error
         except httpx.HTTPError as error:
@@ -153,7 +157,15 @@ async def _first_model(http: httpx.AsyncClient, url: str, ready_timeout_s: float
         raise ConfigError(f"{url} lists no model", hint="name one with --served-model", param="model") from error
 
 
-def _piece(data: str) -> Piece:
+def _pieces(lines: Iterable[bytes]) -> Iterator[Piece]:
+    """The events among these lines."""
+    for line in lines:
+        data = line[len(DATA) :].strip()
+        if line.startswith(DATA) and data != DONE:
+            yield _piece(data)
+
+
+def _piece(data: bytes) -> Piece:
     """A server-sent event of a completion or a chat completion."""
     try:
         event = orjson.loads(data)

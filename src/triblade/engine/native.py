@@ -24,7 +24,6 @@ from triblade.models.decoder import DecoderWeights, LayerWeights
 from triblade.ops.packing import PackedMatrix
 from triblade.spec.distribution import WEIGHT_OF_BEST
 
-
 _CHOICE = struct.Struct("dffQ")  # `Choice` of csrc/kernels.h
 
 

@@ -96,15 +96,18 @@ class StepCost:
     def prefill_s(self, tokens: float, cached: float, chunk: int) -> float:
         """A prompt of `tokens` behind `cached` ones, alone, in steps of at most `chunk` tokens."""
         seconds, done = 0.0, 0.0
-        launch_us = self.kernels.launch_us + self.kernels.spelled_launch_us * self.weights.is_packed
-        launched_s = self.model.num_layers * launch_us * 1e-6
         while done < tokens:
             rows = min(chunk, tokens - done)
-            context = self._seen(cached + done + rows / 2)
-            device = self._linear_s(rows, 1.0) + self._attention_s(rows, context)
-            seconds += max(device, launched_s) + self._overhead_s(1)
+            seconds += self.prompts_step_s(rows, cached + done + rows / 2, 1.0)
             done += rows
         return seconds
+
+    def prompts_step_s(self, rows: float, context: float, prompts: float) -> float:
+        """A step with so many tokens of prompts, `context` others before each on average, and so many prompts' logits."""
+        launch_us = self.kernels.launch_us + self.kernels.spelled_launch_us * self.weights.is_packed
+        launched_s = self.model.num_layers * launch_us * 1e-6
+        device = self._linear_s(rows, prompts) + self._attention_s(rows, self._seen(context))
+        return max(device, launched_s) + self._overhead_s(prompts)
 
     def _linear_s(self, rows: float, head_rows: float) -> float:
         """All matrix products; packed weights of many rows are spelled out for the library's products where that is faster."""

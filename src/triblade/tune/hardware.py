@@ -79,6 +79,7 @@ class Kernels:
     spelled_launch_us: float
     step_us: float
     sequence_us: float
+    event_us: float
     dense_tables: bool
     activation: Literal["float16", "int8"]
     source: str

@@ -18,6 +18,8 @@ from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
 PROCESS_BYTES = (
     200 * 2**20
 )  # interpreter, torch, tokenizer; seen in nine trials of `tune`: 170 of one engine, 230 with workers
+HEAD_BYTES = 50 * 2**20  # buffers and tables of an eagle head beside its weights: 43 to 65 seen in five runs
+BFLOAT16_CAPABILITY = 8.0  # of NVIDIA's devices that multiply bfloat16; older ones need half
 MADE_SCHEMES = ("int8", "int4", "int3")
 
 
@@ -170,6 +172,8 @@ def memory_gb(decision: Decision) -> float:
     if decision.task.site.hardware.kind == "cpu":
         has_workers = decision.chosen.candidate.placement == "one"
         own += PROCESS_BYTES * (3 if has_workers else 1) + (memory.activation_bytes if has_workers else 0)
+        if decision.chosen.candidate.drafter == "eagle":
+            own += HEAD_BYTES * (2 if has_workers else 1)
     return own / 1e9
 
 
@@ -186,6 +190,8 @@ def reasons(decision: Decision) -> Iterator[str]:
     if said:
         followed = agreement(chosen.candidate, said)
         yield f"{followed} of {len(said)} points of the rules' advice followed: they decide between times within {TIE:.0%}"
+    else:
+        yield f"times within {TIE:.0%} of the best count as equal, and the plainest choice is taken"
     for axis, other in alternatives(decision).items():
         yield f"{axis}: the best other choice ({_of_axis(axis, other.candidate)}) is predicted {_slower(other, chosen)}"
     drafter = chosen.candidate.drafter

@@ -23,6 +23,7 @@ from triblade.tune.serving import Candidate, Site
 from triblade.tune.shape import ModelShape
 
 CHUNKS = {"cpu": 512, "cuda": 2048}  # tokens of a step
+BURST_DEVIATIONS = 3
 TIE = 0.1  # times of a request that differ by less are the same: about the model's median error
 AXES = {
     "weights": ("weights",),
@@ -146,9 +147,14 @@ def alternatives(decision: Decision) -> dict[str, Judged]:
 
 
 def sequences_of(judged: Judged, task: Task) -> int:
-    """Requests that one engine should compute together: what is expected in flight and half as many again."""
+    """Requests that one engine should compute together: what is expected in flight and half as many again.
+
+    Those that come at a rate come in bursts (their number has the spread of a Poisson distribution): room for three deviations.
+    """
     engines = max(1, (task.site.devices - judged.candidate.prefill_devices) // judged.candidate.tensor_parallel)
-    return max(1, math.ceil(1.5 * judged.outcome.in_flight / engines))
+    mean = judged.outcome.in_flight / engines
+    burst = 0.0 if task.workload.request_rate is None else mean + BURST_DEVIATIONS * math.sqrt(mean)
+    return max(1, math.ceil(max(1.5 * mean, burst)))
 
 
 def _task(config: PlanConfig, shape: ModelShape, hardware: Hardware, workload: Workload, engine: ServingEngine) -> Task:

@@ -1,6 +1,6 @@
 """What this machine reaches, measured in a few seconds and kept: bandwidth of its memory and rates of its products.
 
-On a CPU the native kernels are timed where they are, with as many threads as they would run on; without them torch is. Of a GPU the
+On a CPU the native kernels are timed where they are, those for 16-bit weights, too; without them torch is. Of a GPU the
 memory is read and the rest taken from its data sheet. Numbers are medians of short runs, on a machine that should do nothing else
 meanwhile. Invariant: no run lasts longer than `SECONDS`, none takes more than `BYTES` of memory.
 """
@@ -24,14 +24,14 @@ from triblade import host
 from triblade.config import cache_dir, from_mapping
 from triblade.engine.native_program import native_module
 from triblade.errors import UnsupportedError
-from triblade.ops.packing import PackedMatrix, QuantizedMatrix, pack_quantized
+from triblade.ops.packing import PackedMatrix, QuantizedMatrix, pack_dense, pack_quantized
 from triblade.tune.hardware import GB, TERA, Hardware, find_hardware, hardware_names
 
 PROFILE = "hardware.json"  # under the folder of downloads
 SECONDS = 0.8
 BYTES = 256 * 2**20
 ROWS, WIDTH, GROUP = 64, 1024, 64  # of the product that is timed
-VERSION = 1
+VERSION = 2
 
 
 def this_machine(folder: Path | None = None) -> Hardware:
@@ -107,10 +107,7 @@ def _bandwidth(cores: int) -> float:
 
 
 def _int8_rate(cores: int) -> float:
-    """Operations per second of the native int8 product with 4-bit weights: one core's, times cores; 0: no native kernels."""
-    native = native_module()
-    if native is None:
-        return 0.0
+    """Operations per second of the native int8 product with 4-bit weights; 0: no native kernels."""
     codes = torch.randint(0, 16, (WIDTH, WIDTH), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     matrix = QuantizedMatrix(
         codes=codes,
@@ -119,16 +116,26 @@ def _int8_rate(cores: int) -> float:
         bits=4,
         bias=None,
     )
-    packed = pack_quantized(matrix)
-    product = _Product(native, packed)
-    return 2.0 * cores * ROWS * WIDTH * WIDTH * _runs_per_s(1, lambda _: product.run())
+    return _native_rate(cores, pack_quantized(matrix))
 
 
 def _float16_rate(cores: int) -> float:
-    """The same of torch's bfloat16 product."""
-    left, right = torch.ones(ROWS * 8, WIDTH, dtype=torch.bfloat16), torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+    """The same with bfloat16 weights: of the native product, or of torch's where there is none."""
+    right = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+    if native := _native_rate(cores, pack_dense(right, None)):
+        return native
+    left = torch.ones(ROWS * 8, WIDTH, dtype=torch.bfloat16)
     with _torch_threads(cores):
         return 2.0 * len(left) * WIDTH * WIDTH * _runs_per_s(1, lambda _: left @ right)
+
+
+def _native_rate(cores: int, packed: PackedMatrix) -> float:
+    """Of ROWS inputs times a matrix: one core's, times cores; 0: no native kernels."""
+    native = native_module()
+    if native is None:
+        return 0.0
+    product = _Product(native, packed)
+    return 2.0 * cores * ROWS * WIDTH * WIDTH * _runs_per_s(1, lambda _: product.run())
 
 
 @contextmanager
@@ -142,7 +149,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 class _Product:
-    """A product: rows of 8-bit inputs times a packed matrix."""
+    """A product: rows of inputs, in all forms that kernels read, times a packed matrix."""
 
     def __init__(self, native: object, packed: PackedMatrix) -> None:
         self._keep: list[Tensor] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from triblade.config import PlanConfig, Workload, from_mapping
 from triblade.tune.hardware import Hardware
 
 REPETITIVE = ("edit",)  # workloads whose answers repeat their prompts
+CHAT, MOST_CACHED = "chat", 0.9
 SAMPLED_SHARE = 0.8  # of the guesses that would be right at temperature 0
 # Row S4: shorter prompts are answered without guesses, longer ones always with some.
 DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS = 128, 512
@@ -104,7 +105,19 @@ def workload_of(config: PlanConfig) -> Workload:
     defaults = {"prefix_share": 0.0, **_tables()["workload"][config.workload]}
     given = {f.name: getattr(config, f.name, None) for f in fields(Workload) if f.name != "name"}
     said = {name: value for name, value in given.items() if value is not None}
-    return from_mapping(Workload, {**defaults, **said, "name": config.workload})
+    found: Workload = from_mapping(Workload, {**defaults, **said, "name": config.workload})
+    if config.workload == CHAT and config.prefix_share is None:
+        found = replace(found, prefix_share=_said_before(found.prompt_tokens, found.output_tokens))
+    return found
+
+
+def _said_before(prompt_tokens: int, output_tokens: int) -> float:
+    """Share of the prompts of a conversation in two turns that its first turn brought.
+
+    A question q and an answer o, then both and another question: prompts of (3q + o) / 2 on average, (q + o) / 2 of them known.
+    """
+    question = max(0.0, (2 * prompt_tokens - output_tokens) / 3)
+    return min(MOST_CACHED, (question + output_tokens) / (2 * prompt_tokens))
 
 
 @cache

@@ -1,8 +1,9 @@
 """From the cost of steps to latencies and throughput of a candidate under a workload. Pure; means only, no simulation.
 
 Closed loop: users wait for their answers. One device takes turns between prompts and steps, so everybody's prompts delay
-everybody's tokens; with workers of their own they do not, and the slower stage sets the pace. Open loop: the requests in flight
-follow from the rate by Little's law; a rate that is never caught up with has no answer.
+everybody's tokens; with workers of their own they do not, and the slower stage sets the pace. Where answers are of one length,
+users move in waves: who begins together ends together, so prompts meet each other and not others' tokens. Open loop: the requests
+in flight follow from the rate by Little's law; a rate that is never caught up with has no answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triblade.tune.rules import acceptance
 Placement = Literal[
     "together", "one", "two"
 ]  # prefill and decode in one engine, in two on one device, on devices of their own
+UNEVEN = frozenset({"random", "short", "long-output"})  # workloads whose answers differ in length
 ITERATIONS = 40
 MOST_WAITING = 0.95
 SHARED_DEVICE_COST = 1.03  # two processes taking turns on one GPU; a guess, not measured
@@ -108,9 +110,7 @@ def predict(
         most_in_flight: requests whose KV fits, on all devices together.
     """
     load = _Load(candidate, cost, site, workload, most_in_flight)
-    # The engine drafts nothing where that is fastest, so that drafts never lower what it can do at most.
-    plain = replace(load, candidate=replace(candidate, drafter=None, draft_length=0))
-    full = max(one.closed(most_in_flight).requests_per_s for one in (load, plain))
+    full = load.closed(most_in_flight).requests_per_s
     if workload.request_rate is None:
         return replace(load.closed(workload.concurrency), capacity_requests_per_s=full)
     if workload.request_rate >= full * MOST_WAITING:
@@ -154,47 +154,74 @@ class _Load:
         if self._has_own_cores:
             return self._apart(users)
         each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
-        prompt_s, decode_s = self._prompt_s(self.cost), self._decode_s(self.cost, each)
+        decode_s = self._decode_s(self.cost, each, sending=1.0)
+        first_s, prompts_s = self._wave(self.cost, each) if self._is_even else self._mixed(each, decode_s)
         shared = SHARED_DEVICE_COST if self.candidate.placement == "one" else 1.0
-        e2el_s = (each * prompt_s + decode_s) * shared
-        others = (each - 1) * prompt_s / e2el_s
-        first_s = prompt_s / (1 - min(others, MOST_WAITING)) + decode_s / max(1, self.workload.output_tokens - 1)
+        e2el_s = (prompts_s + decode_s) * shared
         return min(first_s * shared + self._transfer_s(), e2el_s), e2el_s
+
+    def _mixed(self, users: float, decode_s: float) -> tuple[float, float]:
+        """First token of a request that comes at any time, and all prompts that are computed while it is here."""
+        prompt_s = self._prompts_s(self.cost, 1.0)
+        others = (users - 1) * prompt_s / (users * prompt_s + decode_s)
+        first_s = prompt_s / (1 - min(others, MOST_WAITING)) + decode_s / max(1, self.workload.output_tokens - 1)
+        return first_s, users * prompt_s
+
+    def _wave(self, cost: StepCost, users: float) -> tuple[float, float]:
+        """The mean first token and the last one of prompts that come together; those within one chunk end with it."""
+        together = self._prompts_of_a_chunk(users)
+        chunk_s, turns = self._prompts_s(cost, together), users / together
+        return chunk_s * (turns + 1) / 2, chunk_s * turns
 
     def _apart(self, users: float) -> tuple[float, float]:
         """The same where prompts have devices, or cores, of their own: two stages side by side."""
         prefill, decode, servers, streams = self._stages()
-        prompt_s = self._prompt_s(prefill)
-        moved_s = self._transfer_s()
-        e2el_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams))
+        together = self._prompts_of_a_chunk(users / servers) if self._is_even else 1.0
+        prompt_s = self._prompts_s(prefill, together)
+        turns, moved_s = users / together, self._transfer_s() * together
+        e2el_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams), sending=0.0)
         for _ in range(ITERATIONS):
-            busy = min(users * prompt_s / servers / e2el_s, MOST_WAITING)
-            waiting_s = busy / (1 - busy) * prompt_s / 2 * (users - 1) / users if users > 1 else 0.0
+            busy = min(turns * prompt_s / servers / e2el_s, MOST_WAITING)
+            waiting_s = busy / (1 - busy) * prompt_s / 2 * (turns - 1) / turns if turns > 1 else 0.0
             first_s = waiting_s + prompt_s + moved_s
             share = max(0.05, 1 - first_s / e2el_s)
-            decode_s = self._decode_s(decode, max(1.0, users * share / streams))
-            e2el_s = max(first_s + decode_s, users * prompt_s / servers)
+            # Where both share a host, its other cores send what is ready while no prompt is computed.
+            decode_s = self._decode_s(decode, max(1.0, users * share / streams), sending=busy)
+            e2el_s = max(first_s + decode_s, turns * prompt_s / servers)
         return e2el_s - decode_s + decode_s / max(1, self.workload.output_tokens - 1), e2el_s
 
     def _pause_s(self, users: float) -> float:
         """Between two tokens of a stream: a step, and beside it in one engine as many tokens of others' prompts as it takes."""
         if self.candidate.placement == "two" or self._has_own_cores:
             _, decode, _, streams = self._stages()
-            return self._step_s(decode, max(1.0, users / streams))
+            return self._step_s(decode, max(1.0, users / streams), self._draft_length)
         each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
-        step_s = self._step_s(self.cost, each)
+        step_s = self._step_s(self.cost, each, self._draft_length)
         if each == 1:
             return step_s
         if self.candidate.placement == "one":
             return SLICED_STEPS * step_s
-        cached = self.workload.prompt_tokens * self.workload.prefix_share
-        others = (each - 1) * (self.workload.prompt_tokens - cached)
+        cached, others = self.workload.prompt_tokens - self._new_tokens, (each - 1) * self._new_tokens
         return step_s + self.cost.prefill_s(max(1.0, min(self.site.chunk, others)), cached, self.site.chunk)
 
     @property
     def _has_own_cores(self) -> bool:
         """Two workers on a host without accelerator."""
         return self.candidate.placement == "one" and self.site.hardware.kind == "cpu"
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether users move in waves."""
+        return self.workload.request_rate is None and self.workload.name not in UNEVEN
+
+    @property
+    def _new_tokens(self) -> float:
+        """Of a prompt, those that are not in the cache."""
+        return max(1.0, self.workload.prompt_tokens * (1 - self.workload.prefix_share))
+
+    def _prompts_of_a_chunk(self, prompts: float) -> float:
+        """How many of so many prompts one step computes."""
+        return max(1.0, min(prompts, self.site.chunk / self._new_tokens))
 
     def _stages(self) -> tuple[StepCost, StepCost, float, float]:
         """Costs of both stages, and how many of each there are."""
@@ -204,32 +231,46 @@ class _Load:
         half = replace(self.cost, hardware=_part(self.site.hardware, 0.5))
         return half, half, 1, 1
 
-    def _prompt_s(self, cost: StepCost) -> float:
-        cached = self.workload.prompt_tokens * self.workload.prefix_share
-        return cost.prefill_s(max(1.0, self.workload.prompt_tokens - cached), cached, self.site.chunk)
+    def _prompts_s(self, cost: StepCost, together: float) -> float:
+        """One prompt in its chunks, or several in one."""
+        cached, new = self.workload.prompt_tokens - self._new_tokens, self._new_tokens
+        if together <= 1:
+            return cost.prefill_s(new, cached, self.site.chunk)
+        return cost.prompts_step_s(together * new, cached + new / 2, together)
 
-    def _decode_s(self, cost: StepCost, sequences: float) -> float:
-        """All tokens of an answer but the first."""
-        tokens, _, _ = expected_tokens(self.candidate, self.workload)
-        return self._step_s(cost, sequences) * max(0, self.workload.output_tokens - 1) / tokens
+    def _decode_s(self, cost: StepCost, sequences: float, *, sending: float) -> float:
+        """All tokens of an answer but the first, with as many guesses of those allowed as are quickest: the policy finds out.
 
-    def _step_s(self, cost: StepCost, sequences: float) -> float:
-        """A step of streams, with what drafting for it takes."""
-        _, rows, drafting = expected_tokens(self.candidate, self.workload)
+        Args:
+            sending: share of the time for sending answers that this device's processor spends.
+        """
+        lengths = range(self._draft_length + 1)
+        sending_s = sending * sequences * self.site.kernels.event_us * 1e-6
+        token_s = min((self._step_s(cost, sequences, n) + sending_s) / self._drafting(n)[0] for n in lengths)
+        return token_s * max(0, self.workload.output_tokens - 1)
+
+    def _step_s(self, cost: StepCost, sequences: float, length: int) -> float:
+        """A step of streams, with drafting for it."""
+        _, rows, drafting = self._drafting(length)
         context = self.workload.prompt_tokens + self.workload.output_tokens / 2
         step_s = cost.decode_s(sequences, context, rows)
         return step_s + drafting * cost.decode_s(sequences, context) if drafting else step_s
+
+    def _drafting(self, length: int) -> tuple[float, float, float]:
+        """See `expected_tokens`, for this many guesses."""
+        candidate = replace(self.candidate, draft_length=length) if length else replace(self.candidate, drafter=None)
+        return expected_tokens(candidate, self.workload)
+
+    @property
+    def _draft_length(self) -> int:
+        return 0 if self.candidate.drafter is None else self.candidate.draft_length
 
     def _transfer_s(self) -> float:
         """What is left of sending a prompt's rows once its last chunk is computed: that chunk's."""
         if self.candidate.placement == "together":
             return 0.0
-        tokens = self.workload.prompt_tokens * (1 - self.workload.prefix_share)
-        return (
-            min(tokens, self.site.chunk)
-            * self.cost.kv_token_bytes
-            / link_bytes_per_s(self.site.hardware, self.candidate)
-        )
+        sent = min(self._new_tokens, self.site.chunk) * self.cost.kv_token_bytes
+        return sent / link_bytes_per_s(self.site.hardware, self.candidate)
 
 
 def link_bytes_per_s(hardware: Hardware, candidate: Candidate) -> float:
