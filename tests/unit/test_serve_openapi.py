@@ -28,6 +28,7 @@ OPERATIONS = (
     "POST /v1/chat/completions",
     "POST /tokenize",
     "POST /detokenize",
+    "GET /tokenizer_info",
     "GET /v1/models",
     "GET /v1/models/{model}",
     "GET /health",
