@@ -1,8 +1,9 @@
-"""Install the programs of `tests/clients/clients.toml`, run each against a server on the demo model, and tell how it went.
+"""Install the programs of `tests/clients/clients.toml` and run each against a server on the demo model.
 
 Run: python tools/clients.py [NAME ...] [--all] [--output FILE]
 
 Without names: all that CI runs; with --all, the heavy ones, too. Exit code 1 if one of them found something wrong.
+`--output` writes what docs/guides/clients.md shows; results of programs that were not run stay as they are.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from client_programs import MODEL, SERVE, Client, clients, install, run
 from real_server import real_server
 
+from triblade import __version__
+from triblade.files import written_whole
 from triblade.models.source import resolve
 
 
 def main() -> int:
-    """Run, print a line per client, write the result."""
+    """Run, say how each went, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true")
@@ -32,12 +35,19 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [client for client in clients() if client.name in options.names]
     chosen = chosen or [client for client in clients() if options.all or not client.heavy]
-    model = resolve("smollm2-135m")
-    results = {}
+    results = measure_all(chosen)
+    if options.output is not None:
+        write(options.output, results)
+    return int(not all(result["right"] for result in results.values()))
+
+
+def measure_all(chosen: list[Client]) -> dict[str, dict[str, Any]]:
+    """Every client against a server with the options that it needs."""
+    model, results = resolve(MODEL), {}
     for serve, same in groupby(chosen, lambda client: tuple(client.serve)):
         with real_server(model, (*SERVE, *serve), MODEL) as server:
             results |= {client.name: measure(client, server.url, model) for client in same}
-    return int(not all(result["right"] for result in results.values()))
+    return results
 
 
 def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
@@ -46,11 +56,21 @@ def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
     install(client)
     installed = time.monotonic()
     outcome = run(client, url, {"TRIBLADE_PYTHON": sys.executable, "TRIBLADE_MODEL": str(model)})
-    ended = time.monotonic()
-    print(f"{client.name}: {'right' if outcome.is_right else 'WRONG'}, {len(outcome.checks)} checks, "
-          f"installed in {installed - begin:.1f} s, ran {ended - installed:.1f} s")
-    print(outcome.output)
-    return {"right": outcome.is_right}
+    seconds = {"install_s": round(installed - begin, 1), "run_s": round(time.monotonic() - installed, 1)}
+    print(
+        f"{client.name}: {len(outcome.checks)} right{'' if outcome.is_right else ', then WRONG'}, {seconds}", flush=True
+    )
+    if not outcome.is_right:
+        print(outcome.output)
+    return {"right": outcome.is_right, "installed": [*client.pip, *client.npm], "checks": outcome.checks, **seconds}
+
+
+def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Add results to a file."""
+    before = json.loads(path.read_text(encoding="utf-8"))["clients"] if path.is_file() else {}
+    content = {"triblade": __version__, "model": MODEL, "clients": before | results}
+    with written_whole(path) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

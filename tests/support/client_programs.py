@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "clients" / "clients.toml"
 PROGRAMS = TABLE.parent / "programs"
+RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
 ENVIRONMENTS = ROOT / ".cache" / "clients"
 ADDRESS, MODEL = "http://127.0.0.1:8000", "smollm2-135m"  # as the scripts have them
 # One thread: a team of them stalls on a busy machine.
@@ -82,6 +84,18 @@ def table() -> dict[str, Any]:
 def clients() -> list[Client]:
     """Every row, in the table's order."""
     return [Client(name=name, **row) for name, row in table()["client"].items()]
+
+
+def recorded() -> dict[str, Any]:
+    """The results that the guide shows, by name."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))["clients"]
+    return found
+
+
+def guide_lines(client: Client) -> list[tuple[str, str]]:
+    """(language, lines) of what a user types, as the script has it between `guide` and `end`."""
+    source = client.source.read_text(encoding="utf-8")
+    return re.findall(r"^(?:#|//) guide: (\w+)\n(.*?)^(?:#|//) end$", source, re.MULTILINE | re.DOTALL)
 
 
 def install(client: Client) -> None:

@@ -37,7 +37,9 @@ pieces = list(model.stream("What is the capital of Japan?", max_tokens=16, strea
 check("a stream is the whole answer", "".join(piece.content for piece in pieces) == answer.content)
 check("usage of a stream", sum((piece.usage_metadata or {}).get("output_tokens", 0) for piece in pieces) > 3)
 
-chain = ChatPromptTemplate.from_template("What is the capital of {country}? Answer in one short sentence.") | model.bind(max_tokens=16)
+chain = ChatPromptTemplate.from_template(
+    "What is the capital of {country}? Answer in one short sentence."
+) | model.bind(max_tokens=16)
 both = chain.batch([{"country": "Japan"}, {"country": "France"}])
 check("a chain, in a batch", "Tokyo" in both[0].content and "Paris" in both[1].content)
 

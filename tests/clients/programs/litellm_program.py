@@ -18,7 +18,10 @@ from checks import check
 text = answer.choices[0].message.content
 check("a chat", "Tokyo" in text)
 openai_name = server | {"model": "openai/smollm2-135m"}
-check("the same as openai/...", completion(**openai_name, messages=question, temperature=0, max_tokens=16).choices[0].message.content == text)
+check(
+    "the same as openai/...",
+    completion(**openai_name, messages=question, temperature=0, max_tokens=16).choices[0].message.content == text,
+)
 
 greedy = {**server, "messages": question, "temperature": 0}
 stream = list(completion(**greedy, max_tokens=16, stream=True, stream_options={"include_usage": True}))
@@ -28,13 +31,22 @@ check("usage of a stream", litellm.stream_chunk_builder(stream).usage.total_toke
 plain = litellm.text_completion(**openai_name, prompt="The capital of France is", temperature=0, max_tokens=3)
 check("a completion", plain.choices[0].text.startswith(" Paris"))
 
-schema = {"type": "object", "properties": {"capital": {"enum": ["Paris", "Rome", "Tokyo"]}}, "required": ["capital"], "additionalProperties": False}
+schema = {
+    "type": "object",
+    "properties": {"capital": {"enum": ["Paris", "Rome", "Tokyo"]}},
+    "required": ["capital"],
+    "additionalProperties": False,
+}
 form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
 formed = completion(**greedy, max_tokens=40, response_format=form)
 check("a schema", json.loads(formed.choices[0].message.content) == {"capital": "Tokyo"})
 
 tool = {"type": "function", "function": {"name": "capital", "parameters": schema}}
-(call,) = completion(**greedy, max_tokens=60, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}}).choices[0].message.tool_calls
+(call,) = (
+    completion(**greedy, max_tokens=60, tools=[tool], tool_choice={"type": "function", "function": {"name": "capital"}})
+    .choices[0]
+    .message.tool_calls
+)
 check("a tool call", json.loads(call.function.arguments) == {"capital": "Tokyo"})
 
 

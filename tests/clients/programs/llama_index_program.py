@@ -42,6 +42,8 @@ check("a completion", plain.complete("The capital of France is").text.startswith
 formed = model.as_structured_llm(City).complete("What is the capital of Japan?")
 check("an object of a class", formed.raw == City(capital="Tokyo"))
 
-calling = model.chat_with_tools([FunctionTool.from_defaults(capital_of)], "What is the capital of Japan?", tool_required=True)
+calling = model.chat_with_tools(
+    [FunctionTool.from_defaults(capital_of)], "What is the capital of Japan?", tool_required=True
+)
 calls = model.get_tool_calls_from_response(calling)
 check("a tool call", (calls[0].tool_name, calls[0].tool_kwargs) == ("capital_of", {"country": "Japan"}))

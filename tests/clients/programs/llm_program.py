@@ -35,6 +35,8 @@ answer = said(COMMAND)
 check("an answer", "Tokyo" in answer)
 check("the same, whole", said(COMMAND.replace("-m triblade", "-m triblade --no-stream")) == answer)
 check("the log", json.loads(said("llm logs list --json -n 1"))[0]["response"].strip() == answer.strip())
-formed = said("llm -m triblade -o temperature 0 -o max_tokens 40 --schema 'capital, letters int' 'The capital of Japan?'")
+formed = said(
+    "llm -m triblade -o temperature 0 -o max_tokens 40 --schema 'capital, letters int' 'The capital of Japan?'"
+)
 check("a schema", set(json.loads(formed)) == {"capital", "letters"})
 check("a conversation", said("llm -c -o temperature 0 -o max_tokens 4 'And France?'").strip())
