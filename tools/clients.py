@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,21 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [client for client in clients() if client.name in options.names]
     chosen = chosen or [client for client in clients() if options.all or not client.heavy]
-    results = measure_all(chosen)
-    if options.output is not None:
-        write(options.output, results)
-    return int(not all(result["right"] for result in results.values()))
+    right = True
+    for name, result in measure_all(chosen):
+        right &= result["right"]
+        if options.output is not None:
+            write(options.output, name, result)
+    return int(not right)
 
 
-def measure_all(chosen: list[Client]) -> dict[str, dict[str, Any]]:
+def measure_all(chosen: list[Client]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every client against a server with the options that it needs."""
-    model, results = resolve(MODEL), {}
+    model = resolve(MODEL)
     for serve, same in groupby(chosen, lambda client: tuple(client.serve)):
         with real_server(model, (*SERVE, *serve), MODEL) as server:
-            results |= {client.name: measure(client, server.url, model) for client in same}
-    return results
+            for client in same:
+                yield client.name, measure(client, server.url, model)
 
 
 def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
@@ -65,10 +68,10 @@ def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
     return {"right": outcome.is_right, "installed": [*client.pip, *client.npm], "checks": outcome.checks, **seconds}
 
 
-def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Add results to a file."""
+def write(path: Path, name: str, result: dict[str, Any]) -> None:
+    """Put a result into the file, beside those of others."""
     before = json.loads(path.read_text(encoding="utf-8"))["clients"] if path.is_file() else {}
-    content = {"triblade": __version__, "model": MODEL, "clients": before | results}
+    content = {"triblade": __version__, "model": MODEL, "clients": before | {name: result}}
     with written_whole(path) as part:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

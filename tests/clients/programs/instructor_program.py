@@ -20,15 +20,14 @@ answer = client.create(model="smollm2-135m", messages=question, response_model=A
 
 from checks import check
 
-cities = ("Paris", "Rome", "Tokyo")
-check("an object by json_schema", isinstance(answer, Answer) and answer.capital in cities)
+check("an object by json_schema", isinstance(answer, Answer) and answer.capital == "Tokyo")
 
 greedy = {"model": "smollm2-135m", "messages": question, "temperature": 0, "max_tokens": 60, "max_retries": 0}
 by_tool = instructor.from_openai(server, mode=instructor.Mode.TOOLS)
-check("an object by a tool", by_tool.create(**greedy, response_model=Answer).capital in cities)
+check("an object by a tool", by_tool.create(**greedy, response_model=Answer).capital == "Tokyo")
 
 partial = list(client.create_partial(**greedy, response_model=Answer))
-check("an object that grows", partial[-1] == answer and len(partial) > 1)
+check("an object that grows", partial[-1].capital == "Tokyo" and len(partial) > 1)
 
 made, completion = client.create_with_completion(**greedy, response_model=Answer)
-check("the completion beside it", made == answer and completion.usage.completion_tokens > 3)
+check("the completion beside it", made.capital == "Tokyo" and completion.usage.completion_tokens > 3)
