@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --no-build-isolation
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: setup native sanitize fmt check test bench demo docs loc clean
+.PHONY: setup native sanitize fmt check test clients clients-all bench demo docs loc clean
 
 setup: $(READY) $(NATIVE)
 
@@ -55,6 +55,13 @@ TESTS ?=
 test: setup
 	$(BIN)/pytest --numprocesses auto --dist loadfile $(TESTS)
 
+# The programs of docs/guides/clients.md against a server on the demo model: those of CI, or the heavy ones, too.
+clients: setup
+	$(BIN)/python tools/clients.py
+
+clients-all: setup
+	$(BIN)/python tools/clients.py --all --output benchmarks/results/clients.json
+
 # The main job on the real model: pull, serve, chat completions, tokens per second, peak memory.
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -62,9 +69,10 @@ demo: setup
 bench: setup
 	$(BIN)/python benchmarks/cpu_reference.py
 
-# docs/reference from the code.
+# docs/reference from the code, docs/guides/clients.md from the clients that are tested.
 docs: setup
 	$(BIN)/python tools/reference_docs.py
+	$(BIN)/python tools/clients_page.py
 
 loc: setup
 	$(BIN)/python tools/lines_of_code.py

@@ -11,6 +11,7 @@ import codecs
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from triblade.engine.client import EngineLoad
@@ -26,7 +27,9 @@ SPECIAL = {BOS: "<bos>", EOS: "<eos>"}
 class FakeTokenizer:
     """Bytes in, bytes out; the template speaks of calls as Hermes' does."""
 
+    chat_template = "{{ messages }}"
     tool_template = "{{ tools }} <tool_call>"
+    special_tokens = MappingProxyType({"bos_token": "<bos>", "eos_token": "<eos>"})
 
     vocab_size = VOCABULARY
     eos_token_ids = frozenset({EOS})

@@ -46,9 +46,9 @@ class RealServer:
 
 
 @contextmanager
-def real_server(model: Path, options: Sequence[str] = OPTIONS) -> Iterator[RealServer]:
+def real_server(model: Path, options: Sequence[str] = OPTIONS, name: str = "smollm2") -> Iterator[RealServer]:
     """Serve until the block ends; the server must end with exit code 0 and have logged no trace."""
-    command = [sys.executable, "-m", "triblade", "serve", str(model), *options, "--served-model-name", "smollm2"]
+    command = [sys.executable, "-m", "triblade", "serve", str(model), *options, "--served-model-name", name]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         log: list[str] = []
         reader = threading.Thread(target=lambda: log.extend(iter(process.stderr.readline, "")))  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def wait_until_ready(process: subprocess.Popen[str], log: list[str]) -> str:
     """The server's address, once it answers."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"serving smollm2 at (http://\S+)/v1", "".join(log)):
+        if found := re.search(r"serving \S+ at (http://\S+)/v1", "".join(log)):
             return found.group(1)
         time.sleep(0.1)
     pytest.fail("the server did not become ready:\n" + "".join(log))

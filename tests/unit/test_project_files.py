@@ -1,4 +1,4 @@
-"""Pages that must not fall behind the code: the option reference, and the two READMEs with their commands."""
+"""Pages that must not fall behind the code: the option reference, the guide to clients, and the two READMEs with their commands."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def links(name: str) -> list[str]:
     return re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
 
 
-def test_the_option_reference_is_current() -> None:
+@pytest.mark.parametrize("tool", ["reference_docs.py", "clients_page.py"])
+def test_written_pages_are_current(tool: str) -> None:
     page = subprocess.run(
-        [sys.executable, ROOT / "tools" / "reference_docs.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True, check=False
     )
     assert page.returncode == 0, page.stdout
 

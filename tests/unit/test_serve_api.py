@@ -344,6 +344,16 @@ def test_tokenize_and_back(live: Live) -> None:
     assert live.post("/detokenize", {"tokens": [BOS, *"hé".encode(), EOS]}).json() == {"prompt": "<bos>hé<eos>"}
 
 
+def test_the_tokenizer_says_what_it_is(live: Live) -> None:
+    assert live.get("/tokenizer_info").json() == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": None,
+        "pad_token": None,
+        "chat_template": "{{ messages }}",
+    }
+
+
 def test_long_texts_are_tokenized_aside(live: Live) -> None:
     text = "é" * 20_000
     answer = live.post("/tokenize", {"prompt": text}).json()

@@ -30,6 +30,7 @@ OPERATIONS = (
     "POST /v1/embeddings",
     "POST /tokenize",
     "POST /detokenize",
+    "GET /tokenizer_info",
     "GET /v1/models",
     "GET /v1/models/{model}",
     "GET /health",

@@ -7,7 +7,7 @@ everywhere in this field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,12 +28,14 @@ class Tokenizer:
         vocab_size: valid ids are `0 <= id < vocab_size`, added tokens included.
         bos_token_id: the id that begins a text, if the model has one.
         eos_token_ids: ids that end a text or a turn, as far as the tokenizer's files say.
+        special_tokens: texts of the special tokens by role, as chat templates name them (`bos_token` is `<s>`).
     """
 
     backend: tokenizers.Tokenizer
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: frozenset[int]
+    special_tokens: Mapping[str, str]
 
     def __init__(self, parts: TokenizerParts) -> None:
         self.backend = parts.backend
@@ -43,7 +45,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = frozenset(i for i in parts.eos_token_ids if 0 <= i < self.vocab_size)
-        self._special_tokens = dict(parts.special_tokens)
+        self.special_tokens = dict(parts.special_tokens)
         self._added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
         self._spelling: Callable[[str], bytes] | None = spelling(self.backend)
         self._chat_templates = dict(parts.chat_templates)
@@ -153,7 +155,7 @@ class Tokenizer:
                 raise RequestError(
                     f"chat template variable is set by the request itself: {name!r}", param="template_kwargs"
                 )
-        return {**self._special_tokens, **extra, **fixed}
+        return {**self.special_tokens, **extra, **fixed}
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
         """The template given for this call, the model's own for tools, or its default; own ones are compiled once."""

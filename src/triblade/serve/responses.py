@@ -244,6 +244,16 @@ class Detokenized(_Answer):
     prompt: str
 
 
+class TokenizerInfo(_Answer):
+    """Answer of GET /tokenizer_info; null is what the model has not."""
+
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 class Model(_Answer):
     """A model, under one of its names."""
 

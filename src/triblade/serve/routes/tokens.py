@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, in the shapes of vLLM. Nothing is computed by the model."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, as vLLM has them. Nothing is computed by the model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from triblade.sampling_params import check_token_ids
 from triblade.serve.jobs import chat_token_ids, text_token_ids, token_text
 from triblade.serve.problems import JSON_TYPE
 from triblade.serve.protocol import DetokenizeRequest, TokenizeRequest
-from triblade.serve.responses import Detokenized, Tokenized, problems
+from triblade.serve.responses import Detokenized, Tokenized, TokenizerInfo, problems
 from triblade.serve.state import ServerState
 from triblade.serve.strict_json import StrictRoute, dumps
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def router(state: ServerState) -> APIRouter:
@@ -40,5 +42,12 @@ def router(state: ServerState) -> APIRouter:
         state.resolve_name(body.model)
         check_token_ids("tokens", body.tokens, engine.tokenizer.vocab_size)
         return Response(dumps({"prompt": await token_text(engine, body.tokens)}), media_type=JSON_TYPE)
+
+    @routes.get("/tokenizer_info", responses=problems(401, 500, 503))
+    async def tokenizer_info() -> TokenizerInfo:
+        """The special tokens and the chat template, for clients that use the server as their tokenizer."""
+        tokenizer = state.require_ready().tokenizer
+        named = {name: tokenizer.special_tokens.get(name) for name in SPECIAL_NAMES}
+        return TokenizerInfo(**named, chat_template=tokenizer.chat_template)
 
     return routes
