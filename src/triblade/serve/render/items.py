@@ -100,7 +100,7 @@ class ItemWriter:
             item |= {"call_id": piece.call_id, "name": piece.text, "arguments": ""}
         else:
             item["content"] = []
-            item |= {"role": "assistant"} if kind is MESSAGE else {"summary": []}
+            item |= {"role": "assistant"} if kind is MESSAGE else dict[str, Any](summary=[])
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
         part = kind.part("")
