@@ -54,8 +54,8 @@ class Worker:
         return False
 
     def _spent_s(self) -> float:
-        """Processor time of the thread; elsewhere than on Linux, time that passes."""
-        if sys.platform == "linux" and self._thread.ident is not None:
+        """Processor time of the thread; elsewhere than on Linux, and of a thread that is gone, time that passes."""
+        if sys.platform == "linux" and self._thread.ident is not None and self.is_alive:
             return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
         return time.monotonic()
 

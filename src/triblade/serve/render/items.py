@@ -99,8 +99,8 @@ class ItemWriter:
         if kind is CALL and piece is not None:
             item |= {"call_id": piece.call_id, "name": piece.text, "arguments": ""}
         else:
-            item["content"] = []
-            item |= {"role": "assistant"} if kind is MESSAGE else {"summary": []}
+            own: Json = {"role": "assistant"} if kind is MESSAGE else {"summary": []}
+            item |= {"content": [], **own}
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
         part = kind.part("")
