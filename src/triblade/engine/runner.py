@@ -13,6 +13,7 @@ one bad request never poisons another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -23,7 +24,7 @@ from triblade.engine.pooling import pooled_rows
 from triblade.engine.request import Request
 from triblade.engine.scheduler import ScheduledRequest
 from triblade.sampling_params import TokenLogprobs
-from triblade.spec.constraint import allowed_behind
+from triblade.spec.constraint import TokenConstraint, allowed_behind
 from triblade.spec.sampler import Proposal, Sampled, Sampler, SamplerRow, uniform
 
 # Rows of prompt logits made at a time: bounds the memory of prompt log-probabilities to this many vocabularies.
@@ -63,6 +64,7 @@ class ModelRunner:
         # Asked once: comparing with a protocol takes longer than a step may.
         self._drawer = executor if isinstance(executor, DrawsTokens) else None
         self._chooser = executor if isinstance(executor, ChoosesTokens) else None
+        self._ahead: ThreadPoolExecutor | None = None
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> list[StepResult]:
         """Compute one step; one result per scheduled request, those with fewest tokens first."""
@@ -72,12 +74,23 @@ class ModelRunner:
         sampling = [r for r in results if r.item.samples and r.request.max_tokens > 0]
         is_chosen = self._leave_choice(results, sampling)
         pooling = [result for result in results if result.request.params.pooling is not None]
+        looking = self._look_ahead(sampling)
         self.executor.forward(items, with_states=bool(pooling))
+        if looking is not None:
+            looking.result()
         self._score_prompts(results)
         self._pool(pooling)
         if sampling:
             self._sample(sampling, is_chosen)
         return results
+
+    def _look_ahead(self, sampling: list[StepResult]) -> Future[None] | None:
+        """Have constraints find out what may come next while the step computes; nobody else touches them meanwhile."""
+        constraints = [r.request.constraint for r in sampling if r.request.constraint is not None]
+        if not constraints:
+            return None
+        self._ahead = self._ahead or ThreadPoolExecutor(1, "triblade-masks")
+        return self._ahead.submit(_look, constraints)
 
     def _leave_choice(self, results: list[StepResult], sampling: list[StepResult]) -> bool:
         """Whether the executor chooses all tokens itself: greedy ones, and drawn ones where it can."""
@@ -165,6 +178,11 @@ class ModelRunner:
             rows = pooled_rows(result.item, result.first_row)
             if rows:
                 result.pooled = self.executor.final_states(rows).double().sum(0).cpu()
+
+
+def _look(constraints: list[TokenConstraint]) -> None:
+    for constraint in constraints:
+        constraint.allowed()
 
 
 def _verify(result: StepResult, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> None:

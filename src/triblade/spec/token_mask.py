@@ -27,7 +27,12 @@ def unpacked(masks: Tensor, size: int) -> Tensor:
     return (masks.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().flatten(-2)[..., :size]
 
 
+def has_token(mask: Tensor, token_id: int) -> bool:
+    """Whether a token is in the mask."""
+    word: int = mask[token_id // WORD_BITS].item()  # type: ignore[assignment]
+    return bool(word >> token_id % WORD_BITS & 1)
+
+
 def has_any(mask: Tensor, token_ids: Sequence[int]) -> bool:
     """Whether one of these tokens is in the mask."""
-    words: list[int] = mask[[token // WORD_BITS for token in token_ids]].tolist()
-    return any(word >> token % WORD_BITS & 1 for word, token in zip(words, token_ids, strict=True))
+    return any(has_token(mask, token) for token in token_ids)

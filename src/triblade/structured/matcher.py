@@ -17,7 +17,7 @@ import xgrammar
 from torch import Tensor
 
 from triblade.models.tokenizer import Tokenizer
-from triblade.spec.token_mask import has_any, packed
+from triblade.spec.token_mask import has_token, packed
 from triblade.structured.patience import SLOW, Worker
 
 HALF = re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair
@@ -37,6 +37,7 @@ class Vocabulary:
 
     Attributes:
         kept: mask of the tokens that an output may have: not those that stand for no text, and not the broken ones.
+        ends: tokens that end a text.
         broken: tokens that have half of a surrogate pair inside.
         openers: tokens that end in 0xED.
         enders: tokens that make such a half behind an opener.
@@ -46,6 +47,7 @@ class Vocabulary:
     info: xgrammar.TokenizerInfo
     size: int
     kept: Tensor
+    ends: frozenset[int]
     broken: frozenset[int]
     openers: frozenset[int]
     enders: frozenset[int]
@@ -68,6 +70,7 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
         info=info,
         size=size,
         kept=_mask(set(range(size)) - silent - broken, size),
+        ends=frozenset(info.stop_token_ids),
         broken=broken,
         openers=frozenset(i for i, text in enumerate(spelled) if text.endswith(HALF_BEGIN)),
         enders=enders,
@@ -108,7 +111,7 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         self._stops = _mask((t for t in stops if t < vocabulary.size), vocabulary.size)
         self._text: Tensor | None = None  # mask: tokens that go on with the text from here
-        self._known: Tensor | None = None  # the same, with end tokens
+        self._is_complete = False  # the text so far is one that the grammar knows; found out with `_text`
         self._left_s = SLOW_S
         self._accepted: list[int] = []
         self._followed: list[int] = []  # by the library
@@ -121,28 +124,26 @@ class GrammarConstraint:
 
     def allowed(self) -> Tensor:
         """See `TokenConstraint`."""
-        if self._known is None:
-            self._left_s += SLOW_TOKEN_S
-            self._known = self._text_tokens()
-            if self._is_complete():
-                self._known = self._known | self._stops
-            if self.fault is None and not bool(self._known.any()):
-                self.fault = "the grammar came to a point where no token may follow"
-        return self._known
+        if self._text is None:
+            self._look()
+        assert self._text is not None
+        return self._text | self._stops if self._is_complete else self._text
 
     def accept(self, token_id: int) -> bool:
         """See `TokenConstraint`. Where the mask is known it has the answer, and the library follows when it is asked again."""
-        if self._is_lost or token_id in self._vocabulary.info.stop_token_ids or self._is_half(token_id):
+        if self._is_lost or token_id in self._vocabulary.ends or self._is_half(token_id):
             return False
         if self._text is None:
             is_accepted = bool(self._computed(lambda: self._matcher.accept_token(token_id)))
             self._followed += [token_id] * is_accepted
             self._common += is_accepted
         else:
-            is_accepted = has_any(self._text, [token_id])
+            is_accepted = has_token(self._text, token_id)
+            if not is_accepted and self.fault is None and not bool(self.allowed().any()):
+                self.fault = "the grammar came to a point where no token may follow"
         if is_accepted:
             self._accepted.append(token_id)
-            self._text = self._known = None
+            self._text = None
         return is_accepted
 
     def rollback(self, count: int) -> None:
@@ -150,26 +151,31 @@ class GrammarConstraint:
         if count and not self._is_lost:
             del self._accepted[-count:]
             self._common = min(self._common, len(self._accepted))
-            self._text = self._known = None
+            self._text = None
 
     @property
     def is_exhausted(self) -> bool:
         """See `TokenConstraint`."""
-        return self._is_complete() and not bool(self._text_tokens().any())
-
-    def _is_complete(self) -> bool:
-        """Whether the text so far is one that the grammar knows."""
-        return bool(self._computed(self._matcher.is_completed))
-
-    def _text_tokens(self) -> Tensor:
-        """Mask of the tokens that go on with the text; any of them where it was not found out in time, which is a fault."""
+        if self._text is None and not self._computed(self._matcher.is_completed):
+            return False  # without looking what may follow
         if self._text is None:
-            vocabulary = self._vocabulary
-            bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # int32 [1, W], all set
-            self._computed(lambda: self._matcher.fill_next_token_bitmask(bits))
-            kept = vocabulary.kept_behind_opener if self._is_behind_opener else vocabulary.kept
-            self._text = torch.full_like(kept, -1) if self._is_lost else bits[0] & kept
-        return self._text
+            self._look()
+        assert self._text is not None
+        return self._is_complete and not bool(self._text.any())
+
+    def _look(self) -> None:
+        """Find out what may follow the text so far: anything where that is not found out in time, which is a fault."""
+        vocabulary = self._vocabulary
+        kept = vocabulary.kept_behind_opener if self._is_behind_opener else vocabulary.kept
+        mask = torch.empty_like(kept)
+
+        def look() -> bool:
+            self._matcher.fill_next_token_bitmask(mask.unsqueeze(0))
+            return self._matcher.is_completed()
+
+        self._left_s += SLOW_TOKEN_S
+        self._is_complete = bool(self._computed(look))
+        self._text = torch.full_like(kept, -1) if self._is_lost else mask.bitwise_and_(kept)
 
     def _is_half(self, token_id: int) -> bool:
         """Whether a token has, or makes, half of a surrogate pair."""
@@ -185,24 +191,28 @@ class GrammarConstraint:
 
         What counts is the time that it computes, so that a busy machine makes no grammar slow.
         """
-        found = list[Any]()
-
-        def compute() -> None:
-            start_s = time.thread_time()
-            self._catch_up()
-            found.extend((call(), time.thread_time() - start_s))
-
-        if self._is_suspect and not self._is_lost:
-            self._worker = self._worker or Worker()
-            self._is_lost = not self._worker.run(compute, self._left_s)
-        elif not self._is_lost:
-            compute()
-        self._left_s -= 0.0 if self._is_lost else found[1]
-        self._is_suspect |= not self._is_lost and found[1] > SUSPECT_S
+        if self._is_lost:
+            return None
+        found, spent_s = self._timed(call) if not self._is_suspect else self._elsewhere(call)
+        self._left_s -= spent_s
+        self._is_suspect |= spent_s > SUSPECT_S
         if self.fault is None and (self._is_lost or self._left_s < 0):
             self.fault = SLOW
             self._give_up(self._worker if self._is_lost else None)
-        return None if self._is_lost else found[0]
+        return found
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """What a call returns behind the accepted tokens, and the processor time that this took."""
+        start_s = time.thread_time()
+        self._catch_up()
+        return call(), time.thread_time() - start_s
+
+    def _elsewhere(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """The same by a thread that can be left; None, and the matcher is lost, if it does not come back in time."""
+        found = list[tuple[Any, float]]()
+        self._worker = self._worker or Worker()
+        self._is_lost = not self._worker.run(lambda: found.append(self._timed(call)), self._left_s)
+        return (None, 0.0) if self._is_lost else found[0]
 
     def _catch_up(self) -> None:
         """Have the library follow the accepted tokens."""
