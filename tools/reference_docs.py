@@ -44,6 +44,8 @@ GROUPS |= {
     "BenchConfig": "load test",
     "PlanConfig": "plan",
     "TuneConfig": "tuning",
+    "RouteConfig": "router",
+    "SimulateConfig": "simulation",
 }
 INTRODUCTION = """\
 # Command line
@@ -61,6 +63,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 |---|---|
 | `TRIBLADE_API_KEY` | one more API key for `serve`; the key that `bench` sends, before `OPENAI_API_KEY` |
+| `TRIBLADE_ADMIN_KEY` | key for `/replicas` of `route`, where `--admin-key` gives none |
 | `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
 | `TRIBLADE_ISA` | instruction set of the native kernels, as `--isa`, which goes before it |
 | `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
