@@ -40,7 +40,7 @@ from triblade.files import written_whole
 ROOT = Path(__file__).parents[1]
 FAKE = ROOT / "tests" / "support" / "fake_replica.py"
 WORKERS = 8
-STEP = {"step-ms": 20.0, "decode-us": 300.0, "prefill-us": 60.0, "chunk-tokens": 512, "max-running": 32}
+STEP: dict[str, Any] = {"step_ms": 20.0, "decode_us": 300.0, "prefill_us": 60.0, "chunk_tokens": 512, "max_running": 32}
 TIMES = StepTimes(step_s=0.020, sequence_s=300e-6, prompt_token_s=60e-6, request_s=0.006)
 CACHE_BLOCKS = 600  # of 16 tokens: a replica holds the conversations of an eighth of the users, and not of many more
 PARTS = ("latency", "hits", "kill", "simulation", "servers")
@@ -102,7 +102,7 @@ def fleet(
     """A router in front of fresh fake replicas: its address, theirs, their processes."""
     with ExitStack() as stack:
         ports = [free_port() for _ in range(count)]
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         started = [stack.enter_context(process(str(FAKE), str(port), *words)) for port in ports]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         for url in urls:
@@ -131,7 +131,8 @@ def text_of(request: SimulatedRequest) -> str:
 async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any], begun_s: float) -> Got:
     """One streamed completion."""
     sent_s = time.perf_counter() - begun_s
-    first_s, tokens, usage, error = 0.0, 0, {}, ""
+    first_s, tokens, error = 0.0, 0, ""
+    usage: dict[str, Any] = {}
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -176,8 +177,8 @@ async def users(url: str, count: int, turns: int, each: tuple[int, int]) -> list
 
 
 def latency(rounds: int = 400) -> dict[str, Any]:
-    """The same request direct and through the router, in turns, over kept connections."""
-    found: dict[str, Any] = {}
+    """The same request direct and through the router, in turns, over kept connections; ms until the first byte and the last."""
+    found: dict[str, Any] = {"rounds": rounds}
     with fleet(1) as (url, urls, _), httpx.Client(timeout=10, trust_env=False) as http:
         for kind, stream in (("whole", False), ("stream", True)):
             body = {
@@ -186,28 +187,38 @@ def latency(rounds: int = 400) -> dict[str, Any]:
                 "max_tokens": 8,
                 "stream": stream,
             }
-            times: dict[str, list[float]] = {"direct": [], "routed": []}
+            times: dict[str, list[tuple[float, float]]] = {"direct": [], "routed": []}
             for number in range(rounds + 20):
                 for name, base in (("direct", urls[0]), ("routed", url)):
-                    begun = time.perf_counter()
-                    http.post(f"{base}/v1/chat/completions", json=body).raise_for_status()
+                    taken = one_answer(http, f"{base}/v1/chat/completions", body)
                     if number >= 20:  # connections are made, code is warm
-                        times[name].append(1000 * (time.perf_counter() - begun))
-            added = sorted(r - d for r, d in zip(times["routed"], times["direct"], strict=True))
-            found[kind] = {
-                **{f"{name}_ms_p50": statistics.median(values) for name, values in times.items()},
-                "added_ms_p50": statistics.median(added),
-                "added_ms_p90": quantile(added, 0.9),
-                "rounds": rounds,
-            }
+                        times[name].append(taken)
+            for at, mark in enumerate(("first_byte", "last_byte")):
+                direct, through = ([one[at] for one in times[name]] for name in ("direct", "routed"))
+                added = sorted(r - d for r, d in zip(through, direct, strict=True))
+                found[f"{kind}_{mark}"] = {
+                    "direct_ms_p50": statistics.median(direct),
+                    "routed_ms_p50": statistics.median(through),
+                    "added_ms_p50": statistics.median(added),
+                    "added_ms_p90": quantile(added, 0.9),
+                }
     return found
+
+
+def one_answer(http: httpx.Client, url: str, body: dict[str, Any]) -> tuple[float, float]:
+    """Milliseconds until its first byte and its last."""
+    begun, first = time.perf_counter(), 0.0
+    with http.stream("POST", url, json=body) as response:
+        for _ in response.iter_raw():
+            first = first or time.perf_counter()
+    return 1000 * (first - begun), 1000 * (time.perf_counter() - begun)
 
 
 def hits() -> dict[str, Any]:
     """Prefix hits of a multi-turn workload: by prefix and by chance."""
     found: dict[str, Any] = {}
     for policy in ("prefix", "random", "least-load"):
-        with fleet(WORKERS, policy, **STEP, **{"cache-blocks": CACHE_BLOCKS}) as (url, _, _):
+        with fleet(WORKERS, policy, **STEP, cache_blocks=CACHE_BLOCKS) as (url, _, _):
             got = asyncio.run(users(url, count=32, turns=6, each=(200, 16)))
         first = sorted(1000 * (one.first_s - one.sent_s) for one in got)
         found[policy] = {
@@ -265,7 +276,7 @@ def simulation(rates: Sequence[float] = (12.0, 20.0), seconds: float = 25.0) -> 
             request_rate=rate, prompt_tokens=1500, output_tokens=60, shared_tokens=256, turns=3, think_s=2.0
         )
         requests = as_cached_by_fakes(traffic.requests(int(rate * seconds), seed=1))
-        with fleet(WORKERS, **STEP, **{"cache-blocks": CACHE_BLOCKS * 10}) as (url, _, _):
+        with fleet(WORKERS, **STEP, cache_blocks=10 * CACHE_BLOCKS) as (url, _, _):
             got = asyncio.run(open_loop(url, requests))
         limits = Limits(chunk_tokens=512, max_running=32, kv_tokens=CACHE_BLOCKS * 160)
         result = simulate(requests, Site(replicas=WORKERS, times=TIMES, limits=limits, route=RouteConfig()))
