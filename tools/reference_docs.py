@@ -26,7 +26,9 @@ from triblade.config import (
     EngineConfig,
     KVCalibrateConfig,
     PlanConfig,
+    RouteConfig,
     ServerConfig,
+    SimulateConfig,
     TopologyConfig,
     TransferConfig,
     TuneConfig,
@@ -133,6 +135,8 @@ def flag(parameter: inspect.Parameter) -> str:
         return "--json"
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
         return parameter.name.upper()
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"{parameter.name.removesuffix('s').upper()} ..."
     return f"--{parameter.name.replace('_', '-')}"
 
 
@@ -156,6 +160,8 @@ def page() -> str:
     parts += option_table("Transfer options", TransferConfig)
     parts += option_table("Plan options", PlanConfig)
     parts += option_table("Tuning options", TuneConfig)
+    parts += option_table("Router options", RouteConfig)
+    parts += option_table("Simulation options", SimulateConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

@@ -32,8 +32,9 @@ class Sequence:
 
     prompt_tokens: int
     max_tokens: int
-    cached_tokens: int
+    blocks: list[int]
     tokens: asyncio.Queue[int]
+    cached_tokens: int = 0
     computed: int = 0
     generated: int = 0
     left: bool = False
@@ -70,11 +71,7 @@ class Engine:
         self._wake = asyncio.Event()
 
     def add(self, text: bytes, max_tokens: int) -> Sequence:
-        length = max(1, len(text) // TOKEN_BYTES)
-        cached = min(self._lookup(text), length - 1)
-        self.prompt_tokens += length
-        self.cached_tokens += cached
-        sequence = Sequence(length, max_tokens, cached, asyncio.Queue(), computed=cached)
+        sequence = Sequence(max(1, len(text) // TOKEN_BYTES), max_tokens, _digests(text), asyncio.Queue())
         self.waiting.append(sequence)
         self._wake.set()
         return sequence
@@ -99,7 +96,7 @@ class Engine:
         settings = self.settings
         self.waiting = deque(s for s in self.waiting if not s.left)
         while self.waiting and len(self.running) < settings.max_running:
-            self.running.append(self.waiting.popleft())
+            self.running.append(self._admitted(self.waiting.popleft()))
         done = [s for s in self.running if s.computed >= s.prompt_tokens]
         budget = settings.chunk_tokens
         for sequence in self.running:
@@ -108,22 +105,35 @@ class Engine:
             sequence.computed += chunk
             if chunk and sequence.computed >= sequence.prompt_tokens:
                 done.append(sequence)
+                self._remember(sequence.blocks)
         prefilled = settings.chunk_tokens - budget
         micro = settings.decode_us * (len(done)) + settings.prefill_us * prefilled
         return done, settings.step_ms * 1e-3 + micro * 1e-6
 
-    def _lookup(self, text: bytes) -> int:
-        """Tokens of a prompt that are cached; the prompt is cached from now on."""
-        size, hits, last, missed = BLOCK_TOKENS * TOKEN_BYTES, 0, 0, False
-        for begin in range(0, len(text) - size + 1, size):
-            last = hash((last, text[begin : begin + size]))
-            missed = missed or last not in self.cache
-            hits += not missed
-            self.cache[last] = None
-            self.cache.move_to_end(last)
+    def _admitted(self, sequence: Sequence) -> Sequence:
+        """What is cached of its prompt is found when its turn comes, and at least one token is computed."""
+        hits = next((at for at, block in enumerate(sequence.blocks) if block not in self.cache), len(sequence.blocks))
+        sequence.cached_tokens = min(hits * BLOCK_TOKENS, sequence.prompt_tokens - 1)
+        sequence.computed = sequence.cached_tokens
+        self.prompt_tokens += sequence.prompt_tokens
+        self.cached_tokens += sequence.cached_tokens
+        return sequence
+
+    def _remember(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.cache[block] = None
+            self.cache.move_to_end(block)
         while len(self.cache) > self.settings.cache_blocks:
             self.cache.popitem(last=False)
-        return hits * BLOCK_TOKENS
+
+
+def _digests(text: bytes) -> list[int]:
+    """Of the blocks of a prompt, each with all before it."""
+    size, last, found = BLOCK_TOKENS * TOKEN_BYTES, 0, []
+    for begin in range(0, len(text) - size + 1, size):
+        last = hash((last, text[begin : begin + size]))
+        found.append(last)
+    return found
 
 
 class App:

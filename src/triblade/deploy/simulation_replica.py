@@ -60,6 +60,7 @@ class SimulatedReplica:
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []  # (step of its end, number, request)
         self._cache: OrderedDict[int, int] = OrderedDict()  # conversation -> tokens
         self._cached = self._held = 0  # tokens: cached for reuse, of running requests
+        self._in_both = 0  # of running requests whose prompts may be used again already
         self._context = 0.0  # tokens that a step reads
         self._steps = self._number = 0
         self._begun_s = self._step_s = 0.0
@@ -92,6 +93,7 @@ class SimulatedReplica:
         first = [prefill.request for prefill in self._computed]
         for request in first:
             request.first_s = now_s
+            self._share(request)
             done += self._decode(request)
         for request in done:
             request.end_s = now_s
@@ -109,10 +111,16 @@ class SimulatedReplica:
         self._context += request.prompt_tokens
         return []
 
+    def _share(self, request: SimulatedRequest) -> None:
+        """A prompt is computed: others may begin with it from now on."""
+        self._in_both += request.prompt_tokens
+        self._remember(request.conversation, request.prompt_tokens)
+        self._remember(SHARED, request.shared_tokens)
+
     def _leave(self, request: SimulatedRequest) -> None:
         self._held -= request.prompt_tokens + request.output_tokens
+        self._in_both -= request.prompt_tokens
         self._remember(request.conversation, request.prompt_tokens + request.output_tokens)
-        self._remember(SHARED, request.shared_tokens)
         if not self._only_prefill and request.output_tokens > 1:
             self._context = max(0.0, self._context - request.prompt_tokens - request.output_tokens)
 
@@ -167,11 +175,12 @@ class SimulatedReplica:
         return max(own, min(self._cache.get(SHARED, 0), request.shared_tokens))
 
     def _remember(self, conversation: int, tokens: int) -> None:
-        self._cached += tokens - self._cache.pop(conversation, 0)
-        self._cache[conversation] = tokens
+        known = self._cache.pop(conversation, 0)
+        self._cache[conversation] = max(known, tokens)
+        self._cached += self._cache[conversation] - known
         self._evict()
 
     def _evict(self) -> None:
         """What is cached gives way to what is running."""
-        while self._cache and self._cached + self._held > self._limits.kv_tokens:
+        while self._cache and self._cached + self._held - self._in_both > self._limits.kv_tokens:
             self._cached -= self._cache.popitem(last=False)[1]
