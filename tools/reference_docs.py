@@ -27,7 +27,9 @@ from triblade.config import (
     EngineConfig,
     KVCalibrateConfig,
     PlanConfig,
+    RouteConfig,
     ServerConfig,
+    SimulateConfig,
     TopologyConfig,
     TransferConfig,
     TuneConfig,
@@ -46,6 +48,8 @@ GROUPS |= {
     "PlanConfig": "plan",
     "TuneConfig": "tuning",
     "DeployConfig": "deployment",
+    "RouteConfig": "router",
+    "SimulateConfig": "simulation",
 }
 INTRODUCTION = """\
 # Command line
@@ -63,6 +67,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 |---|---|
 | `TRIBLADE_API_KEY` | one more API key for `serve`; the key that `bench` sends, before `OPENAI_API_KEY` |
+| `TRIBLADE_ADMIN_KEY` | key for `/replicas` of `route`, where `--admin-key` gives none |
 | `TRIBLADE_CACHE` | folder for downloads; default: `triblade` under `XDG_CACHE_HOME` or `~/.cache` |
 | `TRIBLADE_ISA` | instruction set of the native kernels, as `--isa`, which goes before it |
 | `TRIBLADE_OFFLINE`, `HF_HUB_OFFLINE` | any value but 0: never use the network |
@@ -132,6 +137,8 @@ def flag(parameter: inspect.Parameter) -> str:
         return "--json"
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
         return parameter.name.upper()
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"{parameter.name.removesuffix('s').upper()} ..."
     return f"--{parameter.name.replace('_', '-')}"
 
 
@@ -156,6 +163,8 @@ def page() -> str:
     parts += option_table("Plan options", PlanConfig)
     parts += option_table("Tuning options", TuneConfig)
     parts += option_table("Deployment options", DeployConfig)
+    parts += option_table("Router options", RouteConfig)
+    parts += option_table("Simulation options", SimulateConfig)
     parts += option_table("Conversion options", ConvertConfig)
     parts += option_table("Alignment options", AlignConfig)
     parts += option_table("Load test options", BenchConfig)

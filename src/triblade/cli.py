@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from triblade import __version__, console
-from triblade.commands import deploying, inference, making, measuring, planning, tuning  # noqa: F401 - registers the commands
+from triblade.commands import deploying, inference, making, measuring, planning, routing, tuning  # noqa: F401 - registers the commands
 from triblade.commands.frame import BAD_OPTIONS, BROKEN_PIPE, INTERRUPTED, app
 from triblade.conversation import print_error
 from triblade.errors import TribladeError

@@ -107,7 +107,9 @@ def accepts(llm: LLM, wanted: StructuredOutputs, text: str) -> bool:
     """Whether this is a whole answer of the form."""
     assert llm.engine.compile is not None
     constraint = llm.engine.compile(wanted, frozenset({END}))()
-    return all(constraint.accept(token) for token in byte_tokenizer().encode(text)) and has_any(constraint.allowed(), [END])
+    return all(constraint.accept(token) for token in byte_tokenizer().encode(text)) and has_any(
+        constraint.allowed(), [END]
+    )
 
 
 def written(parser: str, *calls: tuple[str, str]) -> str:

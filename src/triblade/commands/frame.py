@@ -35,6 +35,8 @@ TUNE_GROUP = Group("Tuning", sort_key=1)
 DEPLOY_GROUP = Group("Deployment", sort_key=1)
 ALIGN_GROUP = Group("Alignment", sort_key=1)
 KV_GROUP = Group("KV table", sort_key=1)
+ROUTE_GROUP = Group("Router", sort_key=1)
+SIMULATE_GROUP = Group("Simulation", sort_key=1)
 
 EngineFlags = Annotated[EngineConfig, Parameter(name="*", group=MODEL_GROUP)]
 TransferFlags = Annotated[TransferConfig, Parameter(name="*", group=TRANSFER_GROUP)]

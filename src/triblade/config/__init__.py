@@ -10,7 +10,14 @@ from triblade.config.bench import BenchConfig
 from triblade.config.deploy import DeployConfig
 from triblade.config.disaggregation import TopologyConfig, TransferConfig
 from triblade.config.engine import DType, EngineConfig
-from triblade.config.environment import cache_dir, client_api_key, forced_isa, offline, with_environment
+from triblade.config.environment import (
+    cache_dir,
+    client_api_key,
+    forced_isa,
+    offline,
+    router_environment,
+    with_environment,
+)
 from triblade.config.mapping import from_mapping, to_flags
 from triblade.config.plan import (
     Figure,
@@ -23,8 +30,10 @@ from triblade.config.plan import (
     WeightPlan,
     Workload,
 )
+from triblade.config.route import Policy, RouteConfig
 from triblade.config.runs import AlignConfig, BiasMode, ConvertConfig, KVCalibrateConfig
 from triblade.config.server import LogLevel, ServerConfig
+from triblade.config.simulate import SimulateConfig
 from triblade.config.toml_file import parse_toml, read_toml, to_toml
 from triblade.config.tune import TuneConfig
 from triblade.config.worker import WorkerConfig
@@ -44,9 +53,12 @@ __all__ = [
     "LogLevel",
     "Plan",
     "PlanConfig",
+    "Policy",
     "QualityFloor",
+    "RouteConfig",
     "ServerConfig",
     "ServingEngine",
+    "SimulateConfig",
     "TopologyConfig",
     "TransferConfig",
     "TuneConfig",
@@ -60,6 +72,7 @@ __all__ = [
     "offline",
     "parse_toml",
     "read_toml",
+    "router_environment",
     "to_flags",
     "to_toml",
     "with_environment",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from triblade.config.route import RouteConfig
 from triblade.config.server import ServerConfig
 
 
@@ -18,6 +19,11 @@ def with_environment(config: ServerConfig) -> ServerConfig:
     """Add the API key from TRIBLADE_API_KEY, so that it need not stand on a command line."""
     key = os.environ.get("TRIBLADE_API_KEY")
     return replace(config, api_key=(*config.api_key, key)) if key else config
+
+
+def router_environment(config: RouteConfig) -> RouteConfig:
+    """Take the admin key from TRIBLADE_ADMIN_KEY, if none is given."""
+    return replace(config, admin_key=config.admin_key or os.environ.get("TRIBLADE_ADMIN_KEY", ""))
 
 
 def client_api_key() -> str | None:

@@ -1,1 +1,1 @@
-"""A Plan on another engine: translated, checked against that engine, written for a cluster or run."""
+"""Beyond one process: a Plan on other engines and machines, and many replicas behind one address."""

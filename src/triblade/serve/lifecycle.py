@@ -10,26 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-
-import uvicorn
+from collections.abc import Callable
 
 from triblade.serve.app import create_app
 from triblade.serve.errors import DrainingError
-from triblade.serve.http_protocol import EitherProtocol
-from triblade.serve.run import BACKLOG, StartEngine
+from triblade.serve.graceful import GracefulServer, address
+from triblade.serve.run import StartEngine
 from triblade.serve.state import ServedEngine, ServerState
 
 logger = logging.getLogger(__name__)
-
-KEEP_ALIVE_S = 65  # longer than the idle time of common load balancers, so that they close first
-ABORT_GRACE_S = 5.0  # for error events to reach the clients after the drain time
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_server(listener: socket.socket, state: ServerState, start: StartEngine) -> None:
@@ -92,84 +83,39 @@ class Loader:
             _tell(loop, server.announce, engine)
 
 
-class Server(uvicorn.Server):
-    """uvicorn with our rules for signals and for draining."""
+class Server(GracefulServer):
+    """Loads the model when it listens, and drains by our state."""
 
     def __init__(self, state: ServerState, loader: Loader, listener: socket.socket) -> None:
         self._state = state
         self._loader = loader
-        self._url = _url(listener)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        config = state.config
-        super().__init__(
-            uvicorn.Config(
-                create_app(state),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                http=EitherProtocol,
-                ws="none",
-                log_level="error",  # its warnings are about what clients sent, and they got an answer
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(config.drain_timeout_s + 2 * ABORT_GRACE_S),
-            )
-        )
+        self._url = address(listener)
+        super().__init__(create_app(state), state.config.drain_timeout_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, then begin to load."""
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
         logger.info("listening on %s, loading %s", self._url, self._state.engine_config.model)
         self._loader.begin(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain: let requests finish, then end them with an error."""
         self._state.drain()
-        loop, seconds = asyncio.get_running_loop(), self._state.config.drain_timeout_s
         if self._state.num_in_flight:
-            logger.info("draining: %g s to finish, requests in flight: %d", seconds, self._state.num_in_flight)
-        loop.call_later(seconds, self._state.stop_all, DrainingError("the server is shutting down"))
-        loop.call_later(seconds + ABORT_GRACE_S, self._cut)
+            seconds, number = self._state.config.drain_timeout_s, self._state.num_in_flight
+            logger.info("draining: %g s to finish, requests in flight: %d", seconds, number)
         await super().shutdown(sockets)
         logger.info("stopped")
+
+    def drained(self) -> None:
+        """See `GracefulServer`."""
+        self._state.stop_all(DrainingError("the server is shutting down"))
 
     def announce(self, engine: ServedEngine) -> None:
         """The model is loaded."""
         self._state.loaded(engine)
         if not self.should_exit:
             logger.info("serving %s at %s/v1", ", ".join(self._state.names), self._url)
-
-    def stop(self) -> None:
-        """Begin to shut down."""
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while the block runs, and give them back without raising them again: the exit code is 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends at once."""
-        if self.should_exit:
-            self.force_exit = True
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._cut)
-        self.should_exit = True
-
-    def _cut(self) -> None:
-        """Close every connection without a word; their requests end as if the clients had left."""
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
@@ -178,8 +124,3 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argumen
         loop.call_soon_threadsafe(call, *arguments)
     except RuntimeError:
         logger.debug("the server ended before the model was loaded")
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -13,13 +13,13 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triblade.serve.errors import AuthenticationError, BodyTooLargeError
 from triblade.serve.live import PAGE_PATHS
-from triblade.serve.metrics import ServerMetrics
 from triblade.serve.problems import log_fault, problem
 from triblade.serve.rate_limit import RateLimiter
 from triblade.serve.state import ServerState
@@ -36,10 +36,18 @@ NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=-]")
 CLIENT_CLOSED = 499  # no such answer is ever sent; it is how the log and the metrics call it
 
 
+class AnswerCounter(Protocol):
+    """Counts answers."""
+
+    def answered(self, method: str, route: str, status: int) -> None:
+        """An HTTP request was answered."""
+        ...
+
+
 class RequestLog:
     """Outermost: gives the request its id, answers what the others raise, counts and logs the answer."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: AnswerCounter) -> None:
         self._app = app
         self._metrics = metrics
 

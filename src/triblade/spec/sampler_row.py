@@ -36,7 +36,9 @@ class SamplerRow:
     proposal: Proposal | None = (
         None  # of a draft that was drawn; a row that is not greedy keeps it by rejection sampling
     )
-    allowed: Tensor | None = None  # a mask (see `spec.token_mask`): what a `TokenConstraint` lets come here; None: everything
+    allowed: Tensor | None = (
+        None  # a mask (see `spec.token_mask`): what a `TokenConstraint` lets come here; None: everything
+    )
 
     @property
     def is_plain_greedy(self) -> bool:
