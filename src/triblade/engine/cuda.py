@@ -187,8 +187,10 @@ class CudaExecutor:
         """[R, F * C] of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
         kept = self._launched_states if self._now is None else self._steps.states(self._now)  # [F, T, C]
         places = list(rows) if self._now is None else [self._rows[row] for row in rows]
-        chosen = kept[:, places[0] : places[0] + len(places)] if _are_consecutive(places) else kept[:, self._sent(places)]
-        return chosen.transpose(0, 1).flatten(1)
+        chosen = (
+            kept[:, places[0] : places[0] + len(places)] if _are_consecutive(places) else kept[:, self._sent(places)]
+        )
+        return torch.cat(chosen.unbind(), -1)  # a copy always: a later step writes there
 
     def _sent(self, numbers: list[int]) -> Tensor:
         """On the device, without waiting for the steps that are under way."""

@@ -15,7 +15,6 @@ from typing import Protocol
 from triblade.spec.draft_blocks import DraftBlocks
 from triblade.spec.drafter import Draft, DraftItem, DraftState, ReceivedRows
 
-
 WARM_UP_STEPS = 16  # whose states give back most of the acceptance that a pause costs
 
 
