@@ -33,7 +33,7 @@ from triblade.spec.policy import (
     StepRecord,
     Verified,
 )
-from triblade.spec.record import Speculation, SpeculationCounts
+from triblade.spec.record import PLAIN_STEP, Speculation, SpeculationCounts
 
 log = logging.getLogger(__name__)
 
@@ -127,13 +127,18 @@ class Speculator:
 
     def note(self, result: StepResult, num_committed: int, *, is_last: bool) -> None:
         """A request got `num_committed` tokens in this step, at least one; `is_last` if it ends with them."""
-        request, drafted, accepted = result.request, result.item.num_draft_tokens, num_committed - 1
+        request = result.item.request
         if request.speculation is None:
             request.speculation = Speculation()
             self._sleep.meet(len(self._scheduler.running))
+        drafted, accepted, is_asleep = result.item.num_draft_tokens, num_committed - 1, self._sleep.steps_left > 0
+        if is_asleep and not drafted:  # as cheap as can be, for most steps go here where drafts lose
+            request.speculation.trace.append(PLAIN_STEP)
+            self.counts.num_steps += 1
+            return
         request.speculation.add(drafted, accepted)
         self.counts.add(drafted, accepted)
-        if self._sleep.steps_left:
+        if is_asleep:
             return
         asked = self._asked.pop(request.number, drafted)
         if _decodes(result):

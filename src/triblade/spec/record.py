@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+PLAIN_STEP = (0, 0)  # in a trace
+
+
 @dataclass(slots=True)
 class SpeculationCounts:
     """Counts over steps that committed tokens, once per request and step; lists are by position in a draft."""
