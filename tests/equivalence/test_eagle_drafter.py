@@ -117,9 +117,6 @@ class Sometimes(FixedPolicy):
         self._calls += 1
         return super().lengths(candidates) if self._calls % 6 == 0 else [0] * len(candidates)
 
-    def rest(self) -> int:
-        return 0
-
 
 def test_the_head_catches_up_after_a_pause(folder: Path) -> None:
     llm = with_head(folder)

@@ -92,17 +92,19 @@ class FixedPolicy:
     def __init__(self, length: int, rule: PromptRule | None = None) -> None:
         self._length = length
         self._rule = rule or PromptRule()
+        self._is_direct = False  # whether it is the rule that no drafts were wanted, not a request that is about to end
 
     def lengths(self, candidates: Sequence[Candidate]) -> list[int]:
         """See `DraftPolicy.lengths`."""
+        self._is_direct = all(candidate.num_prompt_tokens < self._rule.direct_below for candidate in candidates)
         return [self._rule.apply(candidate, self._length) for candidate in candidates]
 
     def observe(self, record: StepRecord) -> None:
         """Nothing that is observed changes it."""
 
     def rest(self) -> int:
-        """As long as can be: only new requests change anything."""
-        return REST_AT_MOST
+        """As long as can be where all prompts are short: only new requests change that."""
+        return REST_AT_MOST if self._is_direct else 0
 
     def rested(self, steps: int) -> None:
         """Nothing grows old."""

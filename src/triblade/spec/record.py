@@ -11,7 +11,6 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-
 PLAIN_STEP = (0, 0)  # in a trace
 
 
