@@ -3,8 +3,9 @@
 The model answers every token with the next number, so strongly that roundings change nothing: the right continuation is known, and
 an answer that is not that one is wrong. A drafted token is the right one with the given chance, else another.
 With `eagle` the head's own kernels run beforehand and their guesses are thrown away. Prints tokens per second of the whole engine
-with drafts and without, tokens per step, and whether the answers are equal. Needs CUDA. Run: python benchmarks/gpu_speculation.py
-[--model qwen2-7b] [--batches 1 4 16] [--length 4] [--chance 0.6 0.85] [--out FILE].
+with drafts and without, tokens per step, and whether the answers are equal. An adaptive policy goes on learning from run to run, as
+it does in an engine; figures are of the last ones. Needs CUDA. Run: python benchmarks/gpu_speculation.py [--model qwen2-7b]
+[--batches 1 4 16] [--length 4] [--chance 0.6 0.85] [--policy fixed] [--runs 3] [--out FILE].
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from triblade.ops.cuda.device import CudaDevice
 from triblade.ops.cuda.packing import DeviceMatrix
 from triblade.ops.packing import QuantizedMatrix
 from triblade.sampling_params import SamplingParams
-from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState
+from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState, WarmsUp
 from triblade.spec.eagle import INNER_NORMS, NORMS, EagleWeights, head_config, matrix_shapes
 from triblade.spec.eagle_drafter import EagleDrafter, HeadLimits
 from triblade.spec.eagle_files import EagleCheckpoint
-from triblade.spec.policy import FixedPolicy
+from triblade.spec.policy import AdaptivePolicy, DraftPolicy, FixedPolicy, PolicySettings
 
 PROMPT, NEW, DRAFT_VOCABULARY, GROUP = 512, 128, 32768, 128
 LOUD = 100.0  # times what an embedding is beside the layers' results
@@ -104,6 +105,7 @@ class Chosen:
         self._chance = chance
         self._other = other
         self._random = random.Random(3)
+        self.warm_up_steps = other.warm_up_steps if isinstance(other, WarmsUp) else 0
         self.other_s: list[float] = []  # of each call
 
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
@@ -125,11 +127,11 @@ class Chosen:
         return [token if self._random.random() < self._chance else token + 1 for token in right]
 
 
-def run(model: Any, prompts: Sequence[list[int]], drafter: Drafter | None, length: int) -> dict[str, Any]:
+def run(model: Any, prompts: Sequence[list[int]], drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
     """One batch to its end; figures of decoding."""
     engine = engine_around(model, len(prompts))
     if drafter is not None:
-        engine.speculator = Speculator(drafter, engine.scheduler, FixedPolicy(length))
+        engine.speculator = Speculator(drafter, engine.scheduler, policy)
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     requests = [r for tokens in prompts for r in engine.prepare(tokens, params)]
     engine.add(requests)
@@ -140,36 +142,42 @@ def run(model: Any, prompts: Sequence[list[int]], drafter: Drafter | None, lengt
     while engine.has_work:
         engine.step()
         steps += 1
+    torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     count = sum(len(r.output_token_ids) for r in requests) - first
     answers = [list(r.token_ids) for r in requests]
-    return {"answers": answers, "tokens_per_s": count / seconds, "ms_per_step": seconds / steps * 1000, "steps": steps}
+    found = {"answers": answers, "tokens_per_s": count / seconds, "ms_per_step": seconds / steps * 1000, "steps": steps}
+    return found | {"drafted": engine.load().speculation.num_draft_tokens}
 
 
 def measure(model: Any, head: EagleDrafter, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one batch size."""
     generator = random.Random(1)
     prompts = [[generator.randrange(10, 10000) for _ in range(PROMPT)] for _ in range(batch)]
-    plain = [run(model, prompts, None, 0) for _ in range(3)]
+    plain = [run(model, prompts, None, FixedPolicy(0)) for _ in range(options.runs)]
     answers, rows = [[*tokens, *range(tokens[-1] + 1, tokens[-1] + 1 + NEW)] for tokens in prompts], []
     assert plain[0]["answers"] == answers, "the model does not count"
     rate = statistics.median(r["tokens_per_s"] for r in plain[1:])
     print(f"B={batch:3} plain {rate:9,.0f} tok/s, {plain[1]['ms_per_step']:.3f} ms a step", flush=True)
     for chance in options.chance:
         for kind, other in (("certain drafts", None), ("eagle", head)):
-            drafters = [Chosen(answers, chance, other) for _ in range(3)]
-            runs = [run(model, prompts, drafter, options.length) for drafter in drafters]
-            same = sum(a == b for a, b in zip(runs[1]["answers"], answers, strict=True))
+            drafters = [Chosen(answers, chance, other) for _ in range(options.runs)]
+            policy = policy_of(options)
+            runs = [run(model, prompts, drafter, policy) for drafter in drafters]
+            same = min(sum(a == b for a, b in zip(r["answers"], answers, strict=True)) for r in runs)
             row = {
                 "batch": batch,
                 "drafter": kind,
                 "chance": chance,
                 "length": options.length,
+                "policy": options.policy,
                 "plain_tokens_per_s": rate,
+                "drafted": [r["drafted"] for r in runs],
+                "tokens_per_s_by_run": [r["tokens_per_s"] for r in runs],
             }
             row["tokens_per_s"] = statistics.median(r["tokens_per_s"] for r in runs[1:])
-            row["ms_per_step"], row["tokens_per_step"] = runs[1]["ms_per_step"], (NEW - 1) / runs[1]["steps"]
-            row["draft_ms"] = statistics.median(drafters[1].other_s) * 1000
+            row["ms_per_step"], row["tokens_per_step"] = runs[-1]["ms_per_step"], (NEW - 1) / runs[-1]["steps"]
+            row["draft_ms"] = statistics.median(drafters[-1].other_s) * 1000 if drafters[-1].other_s else 0.0
             row |= {"ratio": row["tokens_per_s"] / rate, "plain_ms_per_step": plain[1]["ms_per_step"], "equal": same}
             rows.append(row)
             print(
@@ -181,6 +189,13 @@ def measure(model: Any, head: EagleDrafter, batch: int, options: argparse.Namesp
     return rows
 
 
+def policy_of(options: argparse.Namespace) -> DraftPolicy:
+    """A fresh one."""
+    if options.policy == "fixed":
+        return FixedPolicy(options.length)
+    return AdaptivePolicy(PolicySettings(max_length=options.length))
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,6 +203,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 4, 16])
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--chance", nargs="*", type=float, default=[0.6, 0.85])
+    parser.add_argument("--policy", choices=["fixed", "adaptive"], default="fixed")
+    parser.add_argument("--runs", type=int, default=3, help="of each row; the first one warms up")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)

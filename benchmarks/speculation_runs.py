@@ -16,7 +16,7 @@ from triblade.engine.outputs import RequestOutput
 from triblade.engine.request import Request
 from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams
-from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState
+from triblade.spec.drafter import Draft, Drafter, DraftItem, DraftState, WarmsUp
 from triblade.spec.suffix import SuffixDrafter
 
 Tokens = list[int]
@@ -38,6 +38,7 @@ class TimedDrafter:
     def __init__(self, drafter: Drafter) -> None:
         # What earlier runs left in the shared text would be this run's answers.
         self.drafter = SuffixDrafter() if isinstance(drafter, SuffixDrafter) else drafter
+        self.warm_up_steps = drafter.warm_up_steps if isinstance(drafter, WarmsUp) else 0
         self.seconds = 0.0
 
     def propose(self, items: Sequence[DraftItem]) -> list[Draft]:

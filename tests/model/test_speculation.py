@@ -17,7 +17,7 @@ from triblade.errors import ConfigError
 from triblade.llm import LLM
 from triblade.sampling_params import SamplingParams
 from triblade.spec.drafter import Draft, DraftItem, DraftState
-from triblade.spec.policy import AdaptivePolicy, Candidate, DraftPolicy, FixedPolicy, StepRecord
+from triblade.spec.policy import AdaptivePolicy, Candidate, DraftPolicy, FixedPolicy, PromptRule, StepRecord
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 13], [3] * 10]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -174,26 +174,44 @@ def test_the_configuration_chooses_the_policy() -> None:
         EngineConfig(model="m", draft_policy="fixde")  # type: ignore[arg-type]
 
 
-def test_a_drafter_that_loses_for_long_is_left_alone_for_a_while() -> None:  # F19
-    class Counting(RandomDrafter):
-        calls = 0
+class Counting(RandomDrafter):
+    """Notes how much text its request had whenever it was asked, and for how many tokens."""
 
-        def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
-            self.calls += 1
-            return super().propose(items)
+    warm_up_steps = 0
 
-    class Never(FixedPolicy):
-        def lengths(self, candidates: Sequence[Candidate]) -> list[int]:
-            return [0] * len(candidates)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.calls: list[tuple[int, int]] = []
 
+    def propose(self, items: Sequence[DraftItem]) -> list[Draft]:
+        self.calls.append((len(items[0].request.output_token_ids), max(item.length for item in items)))
+        return super().propose(items)
+
+
+def test_who_wants_no_drafts_is_asked_seldom() -> None:  # F19
     model = open_tiny("llama", max_position_embeddings=2048)
-    drafter = Counting(model.config.vocab_size)
-    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3, Never(3))
-    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    drafter, policy = Counting(model.config.vocab_size), FixedPolicy(3, PromptRule(direct_below=4))
+    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3, policy)
+    params = SamplingParams(temperature=0, max_tokens=520, ignore_eos=True)
     llm.generate([[1, 2, 3]] * 4, params)
-    assert drafter.calls == 3 * 64  # then asleep for 255, 511 and, at the end, more steps than are left of 1,000
-    llm.generate([[1, 2, 3]], replace(params, max_tokens=20))
-    assert drafter.calls == 3 * 64 + 19  # few requests are never slept through, whatever the nap that is left
+    assert drafter.calls == [(1, 0), (258, 0), (515, 0)]  # asleep for 256 steps each time
+    drafter.calls.clear()
+    llm.generate([[1, 2, 3, 4]], replace(params, max_tokens=5))
+    assert drafter.calls[0] == (1, 3)  # a new request of few ends the rest
+    llm.engine.check_idle()
+
+
+def test_a_drafter_warms_up_before_it_is_probed() -> None:  # F19
+    model = open_tiny("llama", max_position_embeddings=2048)
+    drafter, policy = Counting(model.config.vocab_size), TimedPolicy()
+    drafter.warm_up_steps = 16
+    llm = speculate(tiny_llm(model, num_kv_blocks=1200, enable_prefix_caching=False), drafter, 3, policy)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=600, ignore_eos=True))
+    asked = dict(drafter.calls)  # tokens there were -> length
+    # Others are drafted for as well, because the evidence has grown old.
+    warm = [at for at in asked if asked[at] and [asked.get(at - steps) for steps in range(1, 18)] == [0] * 16 + [None]]
+    assert len(warm) >= 2
+    assert sum(at > 100 for at in asked) < 150
     llm.engine.check_idle()
 
 

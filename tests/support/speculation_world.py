@@ -42,6 +42,7 @@ class Run:
     tokens: float = 0.0
     seconds: float = 0.0
     lengths: list[list[int]] = field(default_factory=list)  # by step
+    asked: int = 0  # steps that the policy was asked for
 
     @property
     def rate(self) -> float:
@@ -68,6 +69,7 @@ class World:
         once_s: seconds of drafting at all.
         jitter: share by which measured times vary; with `outliers` as the chance of one five times as long.
         bursts: share of the steps in stretches of 60, of which every other one takes five times as long.
+        rests: nobody is asked while the policy rests and no request is new.
     """
 
     acceptance: Acceptance
@@ -82,16 +84,24 @@ class World:
     jitter: float = 0.0
     outliers: float = 0.0
     bursts: float = 0.0
+    rests: bool = False
 
     def run(self, policy: DraftPolicy, steps: int, seed: int = 0) -> Run:
         """Let a policy decide for so many steps."""
         randomness = random.Random(seed)
         run = Run()
         left = {number: float(self.tokens_each or ENDLESS) for number in range(self.batch)}
-        burst_until = 0
+        burst_until = rest = rested = 0
         for step in range(steps):
             candidates = [Candidate(number, 10, ENDLESS) for number in left]
-            lengths = policy.lengths(candidates)
+            is_asleep, rest = rest > 0, max(0, rest - 1)
+            if rested and not is_asleep:
+                policy.rested(rested)
+                rested = 0
+            lengths = [0] * len(candidates) if is_asleep else policy.lengths(candidates)
+            if self.rests and not is_asleep and not any(lengths):
+                rest = policy.rest()
+            rested += is_asleep
             run.lengths.append(lengths)
             verified = [self._verify(randomness, c.number, k, step) for c, k in zip(candidates, lengths, strict=True)]
             gains = {v.number: 1.0 + _expected(self.acceptance(v.number, step)[: v.proposed]) for v in verified}
@@ -106,11 +116,14 @@ class World:
                 burst_until = step + BURST_STEPS
             outliers = 0.5 if step < burst_until else self.outliers
             measured = [self._measured(randomness, seconds, outliers) for seconds in (target_s, draft_s)]
-            policy.observe(StepRecord(verified, rows, *measured))
+            if not is_asleep:
+                policy.observe(StepRecord(verified, rows, *measured))
+                run.asked += 1
             for number in ended:
                 policy.forget(number)
                 del left[number]
                 left[max([*left, *ended]) + 1] = float(self.tokens_each or ENDLESS)
+                rest = 0
         return run
 
     def fixed(self, length: int, steps: int = 400) -> float:

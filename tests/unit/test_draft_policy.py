@@ -54,8 +54,11 @@ def test_a_drafter_that_ends_its_drafts_is_asked_for_enough(
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("name", ["none", "poor"])
 @pytest.mark.parametrize("noise", [{}, NOISE], ids=["quiet", "noisy"])
-def test_a_losing_drafter_costs_less_than_3_percent(batch: int, name: str, noise: dict[str, float]) -> None:  # F19
-    world = World(constant(*ACCEPTANCES[name]), batch=batch, tokens_each=128, token_s=0.01, **noise)
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_losing_drafter_costs_less_than_3_percent(
+    batch: int, name: str, noise: dict[str, float], rests: bool
+) -> None:  # F19
+    world = World(constant(*ACCEPTANCES[name]), batch=batch, tokens_each=128, token_s=0.01, rests=rests, **noise)
     run = world.run(AdaptivePolicy(), 2000)
     assert world.fixed(4) < 0.8 * world.fixed(0)  # it loses indeed
     assert run.rate > world.fixed(0) / 1.03
@@ -123,15 +126,17 @@ def test_drafts_grow_soon_after_acceptance_improves() -> None:
     assert run.lengths[560][0] >= 4
 
 
-def test_a_probe_finds_out_that_drafts_pay_again() -> None:
-    world = World(lambda request, step: [0.02 if step < 300 else 0.9] * 16)
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_probe_finds_out_that_drafts_pay_again(rests: bool) -> None:
+    world = World(lambda request, step: [0.02 if step < 300 else 0.9] * 16, rests=rests)
     run = world.run(AdaptivePolicy(), 1200)
     assert max(lengths[0] for lengths in run.lengths[260:300]) <= 2
     assert run.lengths[-1][0] >= 3
 
 
-def test_probes_come_ever_more_rarely() -> None:
-    run = World(constant(0.0), batch=4, token_s=0.01).run(AdaptivePolicy(), 4000)
+@pytest.mark.parametrize("rests", [False, True])
+def test_probes_come_ever_more_rarely(rests: bool) -> None:
+    run = World(constant(0.0), batch=4, token_s=0.01, rests=rests).run(AdaptivePolicy(), 4000)
     starts = [step for step in range(100, 4000) if sum(run.lengths[step]) and not sum(run.lengths[step - 1])]
     pauses = [b - a for a, b in itertools.pairwise(starts)]
     assert len(pauses) >= 3

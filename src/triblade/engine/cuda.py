@@ -77,6 +77,10 @@ def _recorded_shape(items: Sequence[StepItem]) -> Shape | None:
     return None if size is None or queries is None or size * queries > MOST_ROWS else Shape(size, queries)
 
 
+def _are_consecutive(numbers: list[int]) -> bool:
+    return bool(numbers) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
 def bucket_of(buckets: Sequence[int], number: int) -> int | None:
     """The smallest that holds `number`."""
     return next((bucket for bucket in buckets if bucket >= number), None)
@@ -183,7 +187,15 @@ class CudaExecutor:
         """[R, F * C] of rows of the last `forward`: final-norm hidden states, then those of the layers that are kept."""
         kept = self._launched_states if self._now is None else self._steps.states(self._now)  # [F, T, C]
         places = list(rows) if self._now is None else [self._rows[row] for row in rows]
-        return kept[:, torch.tensor(places).to(self._memory)].transpose(0, 1).flatten(1)
+        chosen = (
+            kept[:, places[0] : places[0] + len(places)] if _are_consecutive(places) else kept[:, self._sent(places)]
+        )
+        return torch.cat(chosen.unbind(), -1)  # a copy always: a later step writes there
+
+    def _sent(self, numbers: list[int]) -> Tensor:
+        """On the device, without waiting for the steps that are under way."""
+        is_cuda = self._memory.type == "cuda"
+        return torch.tensor(numbers, pin_memory=is_cuda).to(self._memory, non_blocking=is_cuda)
 
     def attend_by(self, attention: StepAttention) -> None:
         """Attend so from now on, not by the kernels; steps are launched then, since nobody else's can be relied on in a graph."""

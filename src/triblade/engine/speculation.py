@@ -3,8 +3,9 @@
 Joins a drafter, which knows no scheduler, with a policy, which knows no tensor. A length is cut to what the request may still
 produce, to the free blocks and to the budget of the next step, so that a draft never costs another request its turn.
 
-Where drafts lose for long, even asking costs: a few per cent of a step. Then everything here sleeps for a while. Drafters are used
-to that: they catch up, with what they still can know.
+Where drafts lose, even asking costs: a few per cent of a step. Then everything here sleeps, and counts steps, until the policy
+wants to know again. Drafters are used to that: they catch up, with what they still can know, and those that know less for it are
+called in the last steps of the rest already.
 
 Life of a step: its tokens are committed, `note` counts them request by request -> `after_step` tells the policy what it took, asks
 for lengths, and has the drafter propose what the next step verifies.
@@ -21,7 +22,7 @@ from triblade.engine.request import Request
 from triblade.engine.runner import StepResult
 from triblade.engine.scheduler import Scheduler
 from triblade.spec.constraint import allowed_length
-from triblade.spec.drafter import Draft, Drafter, DraftItem, FillsRows, ReceivedRows
+from triblade.spec.drafter import Draft, Drafter, DraftItem, FillsRows, ReceivedRows, WarmsUp
 from triblade.spec.policy import (
     AdaptivePolicy,
     Candidate,
@@ -32,49 +33,65 @@ from triblade.spec.policy import (
     StepRecord,
     Verified,
 )
-from triblade.spec.record import Speculation, SpeculationCounts
+from triblade.spec.record import PLAIN_STEP, Speculation, SpeculationCounts
 
 log = logging.getLogger(__name__)
 
-FEW_REQUESTS = 4  # with fewer, so much can be gained that naps are short and end with each new request
-IDLE_STEPS = 64  # without a draft wanted by anybody, until the first nap
+FEW_REQUESTS = 4  # with fewer, so much can be gained that a new one ends every pause at once
+NEWCOMER_STEPS = 32  # that a new one waits at most beside many
+IDLE_STEPS = 64  # without a draft for anybody of many, until the first nap
 ACTIVE_STEPS = 32  # with drafts in a row, after which naps are short again
-FEW_NAP_STEPS, FEW_NAP_STEPS_AT_MOST = 64, 256  # doubles from nap to nap
-NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048
+NAP_STEPS, NAP_STEPS_AT_MOST = 256, 2048  # doubles from nap to nap
 
 
 class _Naps:
-    """When nobody wants drafts, and for how long nobody asks.
+    """For how long nobody is asked beside a drafter that finds nothing."""
 
-    Args:
-        first: steps of the first nap.
-        most: of the longest.
-    """
+    def __init__(self) -> None:
+        self._idle = self._active = 0
+        self._next = NAP_STEPS
 
-    def __init__(self, first: int, most: int) -> None:
-        self._left = self._idle = self._active = 0
-        self._first, self._most = first, most
-        self._next = first
-
-    def is_asleep(self) -> bool:
-        """Whether this step passes in sleep; called once a step."""
-        self._left -= self._left > 0
-        return self._left > 0
-
-    def wake(self) -> None:
-        """Something has changed."""
-        self._left = self._idle = 0
-        self._next = self._first
-
-    def observe(self, *, wants_drafts: bool) -> None:
-        """What was asked for after a step that had requests to draft for."""
-        self._active = self._active + 1 if wants_drafts else 0
-        self._idle = 0 if wants_drafts else self._idle + 1
+    def after(self, *, found_drafts: bool) -> int:
+        """Steps to sleep after one that had requests to draft for."""
+        self._active = self._active + 1 if found_drafts else 0
+        self._idle = 0 if found_drafts else self._idle + 1
         if self._active >= ACTIVE_STEPS:
-            self._next = self._first
-        if self._idle >= IDLE_STEPS:
-            self._left, self._idle = self._next, 0
-            self._next = min(2 * self._next, self._most)
+            self._next = NAP_STEPS
+        if self._idle < IDLE_STEPS:
+            return 0
+        steps, self._idle = self._next, 0
+        self._next = min(2 * self._next, NAP_STEPS_AT_MOST)
+        return steps
+
+
+class _Sleep:
+    """Steps in which nobody is asked: a rest, because the policy wants no drafts, or a nap, because none are found."""
+
+    def __init__(self) -> None:
+        self.steps_left = self.steps_slept = 0
+        self._naps = _Naps()
+        self._is_nap = False
+
+    def begin(self, rest: int, num_requests: int, *, found_drafts: bool) -> None:
+        """After a step that `num_requests` went on from; the policy rests for so many."""
+        self._is_nap = num_requests >= FEW_REQUESTS
+        nap = self._naps.after(found_drafts=found_drafts) if self._is_nap else 0
+        self._is_nap = nap > rest
+        self.steps_left = max(nap, rest)
+
+    def meet(self, num_requests: int) -> None:
+        """Somebody is new among so many."""
+        if not self._is_nap:
+            self.steps_left = min(self.steps_left, 0 if num_requests < FEW_REQUESTS else NEWCOMER_STEPS)
+
+    def passes(self, num_requests: int) -> bool:
+        """Whether this step passes in sleep; few requests do not go on with a nap."""
+        if self.steps_left == 0 or (self._is_nap and num_requests < FEW_REQUESTS):
+            self.steps_left = 0
+            return False
+        self.steps_left -= 1
+        self.steps_slept += 1
+        return True
 
 
 def make_policy(config: EngineConfig) -> DraftPolicy:
@@ -104,20 +121,24 @@ class Speculator:
         self._scheduler = scheduler
         self._asked: dict[int, int] = {}  # request number -> tokens asked for in the draft that is not verified yet
         self._noted: list[tuple[Speculation, Verified]] = []  # decoding requests of this step
-        self._few_naps = _Naps(FEW_NAP_STEPS, FEW_NAP_STEPS_AT_MOST)
-        self._naps = _Naps(NAP_STEPS, NAP_STEPS_AT_MOST)
-        self._is_asleep = False
-        self._newest = -1  # request seen
-        self._draft_s: float | None = None  # of the last proposals; None where they also took in prompts
+        self._sleep = _Sleep()
+        self._is_behind = False  # whether the drafter has slept since its last draft
+        self._draft_s: float | None = None  # of the last proposals; None where they took in more than the last step
 
     def note(self, result: StepResult, num_committed: int, *, is_last: bool) -> None:
         """A request got `num_committed` tokens in this step, at least one; `is_last` if it ends with them."""
-        request, drafted, accepted = result.request, result.item.num_draft_tokens, num_committed - 1
+        request = result.item.request
         if request.speculation is None:
             request.speculation = Speculation()
+            self._sleep.meet(len(self._scheduler.running))
+        drafted, accepted, is_asleep = result.item.num_draft_tokens, num_committed - 1, self._sleep.steps_left > 0
+        if is_asleep and not drafted:  # as cheap as can be, for most steps go here where drafts lose
+            request.speculation.trace.append(PLAIN_STEP)
+            self.counts.num_steps += 1
+            return
         request.speculation.add(drafted, accepted)
         self.counts.add(drafted, accepted)
-        if self._is_asleep:
+        if is_asleep:
             return
         asked = self._asked.pop(request.number, drafted)
         if _decodes(result):
@@ -129,10 +150,9 @@ class Speculator:
 
         A prompt that was computed for others has ended, but its rows are still to be filled.
         """
-        self._is_asleep = self._sleeps(results)
-        if self._is_asleep:
-            self._noted, self._draft_s = [], None
+        if self._sleep.passes(len(results)):
             return
+        self._wake()
         self._learn(sum(result.item.num_tokens for result in results), seconds)
         self._propose([r for r in results if not r.request.is_finished or r.request.keeps_blocks])
 
@@ -153,13 +173,11 @@ class Speculator:
         if request.speculation is not None and log.isEnabledFor(logging.DEBUG):
             log.debug("%s, choice %d: speculation %s", request.request_id, request.index, request.speculation.as_json())
 
-    def _sleeps(self, results: Sequence[StepResult]) -> bool:
-        """Whether nobody is asked for drafts after this step."""
-        newest = max((result.request.number for result in results), default=-1)
-        if newest > self._newest:
-            self._newest = newest
-            self._few_naps.wake()
-        return (self._few_naps if len(results) < FEW_REQUESTS else self._naps).is_asleep()
+    def _wake(self) -> None:
+        """Tell the policy how long it slept, if it did."""
+        if self._sleep.steps_slept:
+            self.policy.rested(self._sleep.steps_slept)
+            self._sleep.steps_slept = 0
 
     def _learn(self, rows: int, seconds: float) -> None:
         """Tell the policy, and each request what its tokens would have taken without drafts."""
@@ -183,21 +201,27 @@ class Speculator:
         items = self._items(results)
         start = time.perf_counter()
         drafts = self.drafter.propose(items)
-        self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) else None
-        self._observe_rest(results, items, drafts)
+        self._draft_s = time.perf_counter() - start if all(map(_decodes, results)) and not self._is_behind else None
+        self._rest(results, items, drafts)
         for item, draft in zip(items, drafts, strict=True):
             assert len(draft.token_ids) <= item.length, "a draft is longer than asked for"
             assert isinstance(item.request, Request)
             item.request.propose(_possible(item.request, draft), draft.weights)
             self._asked[item.request.number] = item.length
 
-    def _observe_rest(self, results: list[StepResult], items: list[DraftItem], drafts: list[Draft]) -> None:
-        """Tell the naps. Few requests wait for a drafter that is silent for long; of many, somebody would have got a draft."""
+    def _rest(self, results: list[StepResult], items: list[DraftItem], drafts: list[Draft]) -> None:
+        """Sleep if the policy rests, or, beside many requests, if the drafter was silent for long: one would have got a draft."""
         num_decoding = sum(map(_continues, results))
-        if num_decoding >= FEW_REQUESTS:
-            self._naps.observe(wants_drafts=any(draft.token_ids for draft in drafts))
+        if any(item.length for item in items):
+            self._is_behind, rest = False, 0
         elif num_decoding:
-            self._few_naps.observe(wants_drafts=any(item.length for item in items))
+            warm_up = self.drafter.warm_up_steps if isinstance(self.drafter, WarmsUp) else 0
+            rest = max(0, self.policy.rest() - warm_up)
+        else:
+            return
+        self._sleep.begin(rest, num_decoding, found_drafts=any(draft.token_ids for draft in drafts))
+        if self._sleep.steps_left:
+            self._is_behind, self._draft_s = True, None
 
     def _items(self, results: list[StepResult]) -> list[DraftItem]:
         """Lengths as the policy wants them, as far as budget and blocks go; 0 within a prompt."""

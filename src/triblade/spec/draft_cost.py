@@ -28,13 +28,13 @@ Prices = tuple[
 class DraftTimes:
     """Prices of drafting as they are known now."""
 
-    idle: float  # without drafts: some drafters keep in step with the target at a cost
+    idle: float  # of keeping in step with the target, which some drafters do; part of what drafts cost
     prices: Prices
 
     def at(self, depth: float, tokens: float) -> float:
         """What it takes to draft `depth` tokens one after the other, `tokens` for all requests; both may be expectations."""
         if depth == 0:
-            return self.idle
+            return 0.0  # who wants no drafts soon asks nobody (`DraftPolicy.rest`)
         once, per_depth, per_token = self.prices
         return self.idle + once + per_depth * depth + per_token * tokens
 

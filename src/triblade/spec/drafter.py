@@ -90,6 +90,16 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class WarmsUp(Protocol):
+    """A drafter that knows less after steps in which it was not called, until it was called in some again."""
+
+    @property
+    def warm_up_steps(self) -> int:
+        """After so many, drafts are nearly as good as ever."""
+        ...
+
+
+@runtime_checkable
 class FillsRows(Protocol):
     """A drafter with keys and values of its own in the rows of its target, which may come from another worker."""
 

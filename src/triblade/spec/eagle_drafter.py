@@ -15,6 +15,8 @@ from typing import Protocol
 from triblade.spec.draft_blocks import DraftBlocks
 from triblade.spec.drafter import Draft, DraftItem, DraftState, ReceivedRows
 
+WARM_UP_STEPS = 16  # whose states give back most of the acceptance that a pause costs
+
 
 @dataclass(frozen=True, slots=True)
 class GuessRun:
@@ -82,6 +84,11 @@ class EagleDrafter:
         self._head = head
         self._limits = limits
         self._blocks = DraftBlocks(block_size)
+
+    @property
+    def warm_up_steps(self) -> int:
+        """See `WarmsUp`."""
+        return WARM_UP_STEPS
 
     @property
     def num_requests(self) -> int:

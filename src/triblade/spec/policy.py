@@ -38,6 +38,7 @@ __all__ = [
 
 DEFAULT_MAX_LENGTH = 8
 FEW_REQUESTS = 4  # with fewer, the first lengths are
+REST_AT_MOST = 256  # steps
 FIRST_LENGTHS = (0, 0, 0, 1, 2, 0, 1, 2, 1, 0, 2, 1)  # so that what is compared at first was measured more than once
 
 
@@ -50,6 +51,14 @@ class DraftPolicy(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """A step was run."""
+        ...
+
+    def rest(self) -> int:
+        """Steps in which nobody need be asked: `lengths` has just said 0 to all, and would again while no request is new."""
+        ...
+
+    def rested(self, steps: int) -> None:
+        """So many plain steps were run, of which it is not told more."""
         ...
 
     def forget(self, number: int) -> None:
@@ -83,13 +92,22 @@ class FixedPolicy:
     def __init__(self, length: int, rule: PromptRule | None = None) -> None:
         self._length = length
         self._rule = rule or PromptRule()
+        self._is_direct = False  # whether it is the rule that no drafts were wanted, not a request that is about to end
 
     def lengths(self, candidates: Sequence[Candidate]) -> list[int]:
         """See `DraftPolicy.lengths`."""
+        self._is_direct = all(candidate.num_prompt_tokens < self._rule.direct_below for candidate in candidates)
         return [self._rule.apply(candidate, self._length) for candidate in candidates]
 
     def observe(self, record: StepRecord) -> None:
         """Nothing that is observed changes it."""
+
+    def rest(self) -> int:
+        """As long as can be where all prompts are short: only new requests change that."""
+        return REST_AT_MOST if self._is_direct else 0
+
+    def rested(self, steps: int) -> None:
+        """Nothing grows old."""
 
     def forget(self, number: int) -> None:
         """It remembers nobody."""
@@ -173,9 +191,11 @@ class AdaptivePolicy:
         self._idle_steps = 0  # since somebody drafted, not forgiven yet
         self._decided_at = 0
         self._pause = settings.decide_every
+        self._rest = 0
 
     def lengths(self, candidates: Sequence[Candidate]) -> list[int]:
         """See `DraftPolicy.lengths`."""
+        self._rest = 0
         is_due = self._is_due(len(candidates))
         if is_due:
             self._learn()
@@ -190,7 +210,10 @@ class AdaptivePolicy:
         if shift is PLAIN:
             return [0] * len(candidates)
         probe_length = min(self._settings.probe_length, self._settings.max_length)
-        probed = self._probes.choose([number for number in numbers if self._chosen[number] == 0], self._steps)
+        idle = [c.number for c in candidates if self._chosen[c.number] == 0 and self._rule.apply(c, 1) > 0]
+        probed = self._probes.choose(idle, self._steps)
+        if probed is None and not any(self._chosen.values()):
+            self._rest = min(self._probes.due_at - 1 - self._steps, REST_AT_MOST) if idle else REST_AT_MOST
         lengths = []
         for candidate in candidates:
             chosen = self._shifted(self._chosen[candidate.number], shift)
@@ -207,6 +230,17 @@ class AdaptivePolicy:
         for outcome in record.verified:
             if outcome.number == self._probes.request:
                 self._probes.observe(outcome, self._steps)
+
+    def rest(self) -> int:
+        """See `DraftPolicy.rest`; it ends with the next probe."""
+        return self._rest
+
+    def rested(self, steps: int) -> None:
+        """See `DraftPolicy.rested`."""
+        self._learn()
+        self._steps += steps
+        self._idle_steps += steps
+        self._detours.observe(self._steps, is_plain=True)
 
     def _learn(self) -> None:
         """What the steps since the last decision tell, all at once: code that has just run runs several times as fast."""

@@ -38,7 +38,7 @@ class Probes:
     def __init__(self, settings: ProbeSettings) -> None:
         self._settings = settings
         self._pause = settings.probe_after
-        self._due_at = settings.probe_after
+        self.due_at = settings.probe_after  # step of the next probe
         self.request: int | None = None  # being probed
         self._steps_left = 0
         self._began_at = 0
@@ -49,7 +49,7 @@ class Probes:
         """The request to probe in the next step, of those that get no drafts."""
         if self.request is not None and self.request not in idle:
             self._finish(step)
-        if self.request is None and idle and step >= self._due_at:
+        if self.request is None and idle and step >= self.due_at:
             self.request = min(idle, key=lambda number: (self._probed.get(number, -1), -number))
             self._probed[self.request] = step
             self._steps_left = self._settings.probe_steps
@@ -69,7 +69,7 @@ class Probes:
         if number == self._awaits_verdict:
             self._awaits_verdict = None
             if length > 0:
-                self._due_at -= self._pause - self._settings.probe_after
+                self.due_at -= self._pause - self._settings.probe_after
                 self._pause = self._settings.probe_after
 
     def forget(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Probes:
         self._probed.pop(number, None)
         if number == self.request:
             self.request = None
-            self._due_at = self._began_at + self._pause
+            self.due_at = self._began_at + self._pause
         if number == self._awaits_verdict:
             self._awaits_verdict = None
 
@@ -85,7 +85,7 @@ class Probes:
         """Pause; longer than the last time unless the verdict says otherwise."""
         self._awaits_verdict, self.request = self.request, None
         self._pause = min(2 * self._pause, self._settings.probe_after_at_most)
-        self._due_at = step + self._pause
+        self.due_at = step + self._pause
 
 
 PLAIN = None  # a step without drafts

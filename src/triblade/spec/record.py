@@ -11,6 +11,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+PLAIN_STEP = (0, 0)  # in a trace
+
 
 @dataclass(slots=True)
 class SpeculationCounts:
