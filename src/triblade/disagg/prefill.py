@@ -74,6 +74,7 @@ class PrefillService:
         self._num_faults = 0
         self._next_state_s = 0.0
         self._turn_s = time.monotonic()  # when the present turn began
+        self._waits_for_blocks = False
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
@@ -128,13 +129,17 @@ class PrefillService:
             self._leave()
 
     def _turn(self) -> None:
-        """Messages come first: what peers took during the last step is no lease that expired."""
+        """Messages come first: what peers took during the last step is no lease that expired.
+
+        Where a step could compute nothing and no block came free, peers hold them all: the next turn waits for a word of theirs.
+        """
         self._read_inbox()
         self._turn_s = time.monotonic()
         self._tend(self._turn_s)
-        if self.engine.has_work:
-            self._step()
+        num_free = self.engine.pool.num_free
+        is_moving = not self.engine.has_work or self._step()
         self._transfers.publish()
+        self._waits_for_blocks = not is_moving and self.engine.pool.num_free <= num_free
 
     def _leave(self) -> None:
         for link in list(self._links):
@@ -143,8 +148,8 @@ class PrefillService:
             link.join()
 
     def _read_inbox(self) -> None:
-        """Take what waits; without work, wait a little for it."""
-        timeout = 0.0 if self.engine.has_work else STATE_INTERVAL_S
+        """Take what waits; without work that can be done, wait a little for it."""
+        timeout = 0.0 if self.engine.has_work and not self._waits_for_blocks else STATE_INTERVAL_S
         while True:
             try:
                 heard = self._inbox.get(block=timeout > 0, timeout=timeout)
@@ -215,8 +220,11 @@ class PrefillService:
         link.send(answer, file=None if pool is None else pool.file)
         link.send(self._sign_of_life(link))
 
-    def _step(self) -> None:
-        """One step; its faults end the jobs that were running, never the worker, unless nothing works any more."""
+    def _step(self) -> bool:
+        """One step; its faults end the jobs that were running, never the worker, unless nothing works any more.
+
+        False if everybody waits for blocks.
+        """
         try:
             outputs = self.engine.step()
             self._num_faults = 0
@@ -227,6 +235,7 @@ class PrefillService:
             self._num_faults += 1
             self._is_open = self._num_faults < MAX_FAULTS_IN_A_ROW
         self._transfers.end_starved(outputs)
+        return bool(outputs or self.engine.scheduler.running)
 
     def _shrink_chunks(self, error: Exception) -> None:
         """Out of memory: smaller steps need less of it (row P6)."""
