@@ -328,7 +328,8 @@ def test_a_prompt_that_the_prefill_worker_cannot_hold_comes_as_far_as_it_does(co
 def test_prompts_wait_until_those_before_them_are_taken(connector: str) -> None:  # G03, row P6
     """The pool holds one at a time; its rows are out of the way as soon as the other side has them."""
     prompts = [prompt(57, seed=seed) for seed in range(5)]
-    with pair(model(), connector, prefill={"num_kv_blocks": 16, "max_num_batched_tokens": 12}) as workers:
+    options: dict[str, Any] = {"prefill": {"num_kv_blocks": 16, "max_num_batched_tokens": 12}}
+    with pair(model(), connector, transfer={"remote_kv_share": 1.0}, **options) as workers:
         found = workers.generate(prompts, GREEDY)
         assert [choices[0].token_ids for choices in found] == [alone(tuple(ids)) for ids in prompts]
         assert (workers.remote.counts.num_complete, workers.remote.counts.num_failed) == (5, 0)
