@@ -38,8 +38,12 @@ def model(name: str = "llama", **overrides: int) -> OpenModel:
 
 
 @cache
+def alone(ids: tuple[int, ...]) -> list[int]:
+    return tiny_llm(model()).generate([list(ids)], GREEDY)[0][0].token_ids
+
+
 def expected() -> list[int]:
-    return tiny_llm(model()).generate([IDS], GREEDY)[0][0].token_ids
+    return alone(tuple(IDS))
 
 
 class Fault:
@@ -313,10 +317,23 @@ def test_a_wrong_canary_refuses(connector: str) -> None:  # G10
 
 
 @pytest.mark.parametrize("connector", ALL)
-def test_a_prompt_that_the_prefill_worker_cannot_hold_is_computed_here(connector: str) -> None:  # G03
-    with pair(model(), connector, prefill={"num_kv_blocks": 8}) as workers:
-        assert workers.generate([IDS], GREEDY)[0][0].token_ids == expected()
-        assert workers.remote.counts.num_failed == 1
+def test_a_prompt_that_the_prefill_worker_cannot_hold_comes_as_far_as_it_does(connector: str) -> None:  # G03
+    with pair(model(), connector, prefill={"num_kv_blocks": 8, "max_num_batched_tokens": 12}) as workers:
+        for ids, num_tokens in ((IDS, 32), ([*IDS[:40], 7], 32)):  # the second one's first 40 tokens are here already
+            assert workers.generate([ids], GREEDY)[0][0].token_ids == alone(tuple(ids))
+            assert (workers.remote.counts.num_failed, workers.remote.counts.num_tokens) == (1, num_tokens)
+
+
+@pytest.mark.parametrize("connector", ALL)
+def test_prompts_wait_until_those_before_them_are_taken(connector: str) -> None:  # G03, row P6
+    """The pool holds one at a time; its rows are out of the way as soon as the other side has them."""
+    prompts = [prompt(57, seed=seed) for seed in range(5)]
+    options: dict[str, Any] = {"prefill": {"num_kv_blocks": 16, "max_num_batched_tokens": 12}}
+    with pair(model(), connector, transfer={"remote_kv_share": 1.0}, **options) as workers:
+        found = workers.generate(prompts, GREEDY)
+        assert [choices[0].token_ids for choices in found] == [alone(tuple(ids)) for ids in prompts]
+        assert (workers.remote.counts.num_complete, workers.remote.counts.num_failed) == (5, 0)
+        assert workers.prefill_engine.scheduler.num_preemptions == 0
 
 
 def test_rows_that_nobody_takes_are_released_when_the_lease_ends() -> None:

@@ -131,15 +131,20 @@ class HeldLink:
 
 
 @contextmanager
-def held_service(num_prompts: int, **options: Any) -> Iterator[tuple[PrefillService, HeldLink]]:
-    """A prefill worker that has computed prompts for a link that takes none of their rows."""
-    engine, link = tiny_llm(model()).engine, HeldLink()
+def held_service(
+    num_prompts: int, num_fitting: int | None = None, num_blocks: int = 128, **options: Any
+) -> Iterator[tuple[PrefillService, HeldLink]]:
+    """A prefill worker that has computed prompts, those that fit, for a link that takes none of their rows."""
+    engine, link = tiny_llm(model(), num_kv_blocks=num_blocks).engine, HeldLink()
     service = PrefillService(engine, TransferConfig(**options))
     layout = engine.runner.executor.cache.layout
     service.received(link, Hello(role="decode", layout=described(layout), codec="raw"))
     for number in range(num_prompts):
         service.received(link, Fetch(transfer=number, first_token=0, payload=token_payload(prompt(57, seed=number))))
-    Pair.eventually(lambda: service.num_jobs == num_prompts and not engine.has_work)
+    num_computed = num_prompts if num_fitting is None else num_fitting
+    Pair.eventually(
+        lambda: service.num_jobs == num_prompts and len(service._transfers.requests) <= num_prompts - num_computed
+    )
     assert not any(isinstance(message, Rows) for message in link.messages)
     yield service, link
     service.close()
@@ -157,6 +162,21 @@ def test_transfers_take_turns_in_small_messages(monkeypatch: pytest.MonkeyPatch)
         assert {message.num_tokens for message in rows} == {2 * layout.block_size}
         first, second = rows[0].transfer, rows[1].transfer
         assert [message.transfer for message in rows] == [first, second] * (56 // (2 * layout.block_size))
+
+
+def test_who_waits_for_blocks_that_a_link_holds_does_not_run_in_circles(monkeypatch: pytest.MonkeyPatch) -> None:  # P6
+    with held_service(3, num_fitting=1, num_blocks=20) as (service, link):
+        steps: list[None] = []
+        step = service.engine.step
+        monkeypatch.setattr(service.engine, "step", lambda: steps.append(None) or step())
+        time.sleep(4 * prefill.STATE_INTERVAL_S)
+        assert 1 <= len(steps) <= 6
+        assert len(service._transfers.requests) == 2
+        link.unsent_bytes = 0
+        service.writable(link)  # type: ignore[arg-type]
+        Pair.eventually(lambda: service.num_jobs == 0)
+        ends = [message for message in link.messages if isinstance(message, End)]
+        assert [end.error for end in ends] == [None] * 3
 
 
 def test_a_lease_lasts_as_long_as_the_link_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,6 +338,27 @@ def test_a_worker_that_cannot_be_started_does_not_take_the_others_with_it() -> N
         assert supervisor.failure == "prefill-0 could not be started: [Errno 12] Cannot allocate memory"
 
 
+def test_a_step_without_memory_makes_the_next_ones_smaller(monkeypatch: pytest.MonkeyPatch) -> None:  # row P6
+    """Down to the least; other faults change nothing."""
+    with pair(model(), "tcp", prefill={"max_num_batched_tokens": 50}) as workers:
+        engine, sizes, ids = workers.prefill_engine, list[int](), iter(range(100, 200))
+        execute = engine.runner.execute
+
+        def short_of_memory(items: Any) -> Any:
+            sizes.append(sum(item.num_tokens for item in items))
+            if sizes[-1] > 30:
+                raise RuntimeError("CUDA out of memory. Tried 2 GiB")
+            return execute(items)
+
+        monkeypatch.setattr(engine.runner, "execute", short_of_memory)
+        check_one_lost(workers)
+        assert (sizes[:2], engine.scheduler.max_num_batched_tokens) == ([50, 25], 25)
+        for error, taken in [(RuntimeError("other"), 25), (MemoryError(), 16), (MemoryError(), 16)]:
+            monkeypatch.setattr(engine.runner, "execute", failing(execute, 1, error))
+            workers.generate([prompt(40, seed=next(ids))], GREEDY)
+            assert engine.scheduler.max_num_batched_tokens == taken
+
+
 @pytest.mark.parametrize(("fits", "taken"), [(512, 512), (200, 128), (16, 16)])
 def test_chunks_that_do_not_fit_are_halved_before_anything_is_loaded(
     fits: int, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -49,6 +49,8 @@ class FakeWorker:
     def load(self) -> EngineLoad:
         return EngineLoad(num_running=1, transfers=TransferCounts(num_tokens=5, num_prefill_workers=1))
 
+    def tend(self, now_s: float) -> None: ...
+
     def close(self) -> None:
         self.is_alive = False
 

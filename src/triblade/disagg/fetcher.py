@@ -187,7 +187,9 @@ class Fetcher:
             self._end_where(lambda found: found.peer is peer, f"prefill worker lost: {reason}")
 
     def _least_busy(self) -> Peer | None:
-        return min((peer for peer in self._peers if peer.is_ready), key=lambda p: p.backlog_tokens, default=None)
+        """Of the peers that can be asked; one whose step takes longer than a transfer may is none."""
+        useful = (peer for peer in self._peers if peer.is_ready and peer.state.step_s <= self._timeout_s)
+        return min(useful, key=lambda peer: peer.backlog_tokens, default=None)
 
     def _forget(self, transfer: int) -> _Open | None:
         found = self._open.pop(transfer, None)

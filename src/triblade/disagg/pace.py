@@ -2,6 +2,7 @@
 
 A time-out says that nothing moves, not that something takes long: bytes of a message that is on its way count. What is slow is kept
 small instead: `Window` lets about a second's worth of rows wait, `Pace` tells how long rows will take before they are asked for.
+`Silence` tells who says nothing from who was not heard.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ FIRST_UNSENT_BYTES = 1 << 20  # while nothing is known of a link
 AHEAD_S = 1.0
 FORGET_S = 60.0  # a link that was slow so long ago is tried again
 NEWEST = 0.25  # weight of the last rows in the average
+MOST_ABSENCE_S = 2.5
 
 
 class Window:
@@ -66,3 +68,22 @@ class Pace:
     def expected_s(self, num_tokens: int, now_s: float) -> float:
         """Seconds that so many rows will be on their way; 0 while nothing is known."""
         return num_tokens * self._token_s if now_s - self._measured_s < FORGET_S else 0.0
+
+
+class Silence:
+    """At either end: for how long the other one has said nothing, in time that this one was there to hear it.
+
+    Who comes late to look was kept from running, and so may have been the thread that reads: of such an absence only
+    `MOST_ABSENCE_S` count.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._looked_s, self._silent_s = now_s, 0.0
+        self._sign: object = None
+
+    def look(self, sign: object, now_s: float) -> float:
+        """Seconds of silence; `sign` is anything that changes with every word. Call it often."""
+        absence_s = min(now_s - self._looked_s, MOST_ABSENCE_S)
+        self._silent_s = self._silent_s + absence_s if sign == self._sign else 0.0
+        self._looked_s, self._sign = now_s, sign
+        return self._silent_s

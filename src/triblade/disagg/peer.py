@@ -14,7 +14,7 @@ from typing import Protocol
 
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Connector, Link
-from triblade.disagg.pace import Pace
+from triblade.disagg.pace import Pace, Silence
 from triblade.disagg.wire import End, Hello, Refusal, Rows, State, Table
 from triblade.errors import WireError
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REDIAL_S = 1.0
 REDIAL_REFUSED_S = 60.0
-SILENCE_S = 10.0  # prefill workers say how busy they are much more often
+SILENCE_S = 10.0  # prefill workers say how busy they are much more often, also while they compute
 
 
 class Terms(Protocol):
@@ -87,7 +87,8 @@ class Peer:
         self._terms, self._audience = terms, audience
         self._link: Link | None = None
         self._next_dial_s = 0.0
-        self._last_word_s = 0.0
+        self._num_words = 0
+        self._silence = Silence(0.0)
 
     @property
     def backlog_tokens(self) -> int:
@@ -136,7 +137,7 @@ class Peer:
         """Dial when it is time; hang up on who is silent."""
         if self._link is not None:
             self.pace.look(self._link.traffic, now)
-            if now - max(self._last_word_s, self.pace.moved_s) > SILENCE_S:
+            if self._silence.look((self._num_words, self.pace.moved_s), now) > SILENCE_S:
                 self.hang_up(f"silent for {SILENCE_S:g} s")
             return
         if now < self._next_dial_s:
@@ -155,14 +156,15 @@ class Peer:
         except OSError as error:
             log.debug("prefill worker %s: %s", self.address, error)
             return
-        self._link, self._last_word_s = link, now
+        self._link, self._silence = link, Silence(now)
         self.pace, self._warned_of_slowness = Pace(now), False
         link.start(self)
         link.send(self._terms.hello(link))
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
-        now = self._last_word_s = time.monotonic()
+        now = time.monotonic()
+        self._num_words += 1
         if message.payload:
             self.pace.came(link.traffic, message.num_tokens if isinstance(message, Rows) else 0, now)
         if isinstance(message, Rows):

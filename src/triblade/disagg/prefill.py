@@ -1,10 +1,11 @@
 """A prefill worker: an engine that computes prompts for others and sends their rows. Knows links, no transport and no HTTP.
 
-Life of a link: a Hello that fits is answered with ours -> its Fetches are jobs of `disagg.prefill_transfers`, and it hears every
-now and then how busy this worker is -> it is lost, and its jobs with it.
+Life of a link: a Hello that fits is answered with ours -> its Fetches are jobs of `disagg.prefill_transfers` -> it is lost, and
+its jobs with it. From the first moment it hears every now and then how busy this worker is.
 
-One thread owns the engine; links only put what they hear into its inbox. Invariant: no peer and no job ends that thread. A fault
-of a step ends the jobs that were running; only an engine that fails again and again is given up.
+One thread owns the engine; links only put what they hear into its inbox, and a heartbeat speaks while a step takes its time.
+Invariant: no peer and no job ends that thread. A fault of a step ends the jobs that were running; only an engine that fails again
+and again is given up. When the thread ends, so do its links.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from triblade.config import TransferConfig
 from triblade.disagg.codecs import Sender
 from triblade.disagg.cuda_ipc import RowMemory
 from triblade.disagg.frames import Message
+from triblade.disagg.heartbeat import Heartbeat
 from triblade.disagg.identity import canary, described, layout_from, why_not
 from triblade.disagg.links import Link
 from triblade.disagg.pace import Window
@@ -71,9 +73,12 @@ class PrefillService:
         self._state = State(backlog_tokens=0)
         self._num_faults = 0
         self._next_state_s = 0.0
+        self._turn_s = time.monotonic()  # when the present turn began
+        self._waits_for_blocks = False
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="triblade-prefill", daemon=True)
         self._thread.start()
+        self._heartbeat = Heartbeat(self._thread, self._sign_of_life, STATE_INTERVAL_S)
         self._closing = weakref.finalize(self, end_thread, self._inbox, self._thread)
 
     @property
@@ -87,6 +92,7 @@ class PrefillService:
 
     def accept(self, link: Link) -> None:
         """Serve a new link."""
+        self._heartbeat.join(link)
         link.start(self)
 
     def received(self, link: Link, message: Message) -> None:
@@ -102,30 +108,48 @@ class PrefillService:
     def lost(self, link: Link, reason: str) -> None:
         """See `links.Receiver`."""
         log.info("decode worker %s left: %s", link.peer, reason)
+        self._heartbeat.leave(link)
         self._transfers.stop_placing(link)
         self._inbox.put((link, None))
 
     def close(self) -> None:
         """End the thread after the current step, and all links."""
         self._closing()
+        self._heartbeat.close()
         if self._writer is not None:
             self._writer.close()
 
     def _run(self) -> None:
-        while self._is_open:
-            self._read_inbox()
-            if self.engine.has_work:
-                self._step()
-            self._transfers.publish()
-            self._tend(time.monotonic())
+        try:
+            while self._is_open:
+                self._turn()
+        except Exception:
+            log.exception("the thread of the engine ends")
+        finally:
+            self._leave()
+
+    def _turn(self) -> None:
+        """Messages come first: what peers took during the last step is no lease that expired.
+
+        Where a step could compute nothing and no block came free, peers hold them all: the next turn waits for a word of theirs.
+        """
+        self._read_inbox()
+        self._turn_s = time.monotonic()
+        self._tend(self._turn_s)
+        num_free = self.engine.pool.num_free
+        is_moving = not self.engine.has_work or self._step()
+        self._transfers.publish()
+        self._waits_for_blocks = not is_moving and self.engine.pool.num_free <= num_free
+
+    def _leave(self) -> None:
         for link in list(self._links):
             self._forget_link(link)
             link.close()
             link.join()
 
     def _read_inbox(self) -> None:
-        """Take what waits; without work, wait a little for it."""
-        timeout = 0.0 if self.engine.has_work else STATE_INTERVAL_S
+        """Take what waits; without work that can be done, wait a little for it."""
+        timeout = 0.0 if self.engine.has_work and not self._waits_for_blocks else STATE_INTERVAL_S
         while True:
             try:
                 heard = self._inbox.get(block=timeout > 0, timeout=timeout)
@@ -194,10 +218,13 @@ class PrefillService:
             payload=canary(self._cache, reader.sender.codec),
         )
         link.send(answer, file=None if pool is None else pool.file)
-        link.send(self._state)
+        link.send(self._sign_of_life(link))
 
-    def _step(self) -> None:
-        """One step; its faults end the jobs that were running, never the worker, unless nothing works any more."""
+    def _step(self) -> bool:
+        """One step; its faults end the jobs that were running, never the worker, unless nothing works any more.
+
+        False if everybody waits for blocks.
+        """
         try:
             outputs = self.engine.step()
             self._num_faults = 0
@@ -208,6 +235,7 @@ class PrefillService:
             self._num_faults += 1
             self._is_open = self._num_faults < MAX_FAULTS_IN_A_ROW
         self._transfers.end_starved(outputs)
+        return bool(outputs or self.engine.scheduler.running)
 
     def _shrink_chunks(self, error: Exception) -> None:
         """Out of memory: smaller steps need less of it (row P6)."""
@@ -224,15 +252,14 @@ class PrefillService:
             self._writer.leave(reader.target)
 
     def _tend(self, now: float) -> None:
-        """Leases that expired, and a sign of life for everybody."""
-        self._transfers.expire(now)
+        """How fast links are, leases that expired, and what the heartbeat says."""
         if now >= self._next_state_s:
             self._next_state_s = now + STATE_INTERVAL_S
-            self._state = self._current_state()
             for link, reader in self._links.items():
                 reader.window.look(link.traffic, now)
-                link.send(replace(self._state, num_fallbacks=reader.sender.num_fallbacks))
                 self._refresh(link, reader)
+        self._transfers.expire(now)
+        self._state = self._current_state()
 
     def _refresh(self, link: Link, reader: Reader) -> None:
         """A new table where the traffic is another one than the table was made for; when there is nothing else to do (row P5)."""
@@ -244,6 +271,12 @@ class PrefillService:
         except Exception:
             log.exception("no new table for decode worker %s: the one before stays", link.peer)
             self._transfers.num_faults += 1
+
+    def _sign_of_life(self, link: Link) -> State:
+        """From any thread."""
+        state = replace(self._state, step_s=time.monotonic() - self._turn_s)
+        reader = self._links.get(link)
+        return state if reader is None else replace(state, num_fallbacks=reader.sender.num_fallbacks)
 
     def _current_state(self) -> State:
         requests = self._transfers.requests

@@ -45,7 +45,8 @@ class Job:
     reader: Reader
     fetch: Fetch
     request: Request
-    stop: int  # tokens to compute
+    num_prompt_tokens: int  # whose rows are wanted
+    stop: int  # tokens to compute: these, or as many as there is room for
     sent: int  # tokens whose rows are with the peer
     progress_s: float
     wire: RequestWire
@@ -56,6 +57,13 @@ class Job:
     @property
     def link(self) -> Link:
         return self.reader.link
+
+    @property
+    def shortage(self) -> str | None:
+        """Why not all rows that are wanted will come."""
+        if self.stop == self.num_prompt_tokens:
+            return None
+        return f"the prefill worker has room for {self.stop} of {self.num_prompt_tokens} tokens"
 
     @property
     def key(self) -> JobKey:

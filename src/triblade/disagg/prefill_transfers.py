@@ -8,6 +8,9 @@ the lease expires. Rows that are placed (`disagg.placed_rows`) are leased to the
 Cancel. What a peer does not take is not encoded either, and jobs take turns, the one that waited longest first. A job that makes no
 progress for as long as a lease is given up, on a link that moves no byte; a slow link gets smaller messages instead.
 
+Memory: all rows of a prompt stay until its last chunk has read them, then go as fast as they are taken. Until there is room for
+the next prompt it waits. One that the whole pool does not hold is computed as far as it does, and its End says so.
+
 Invariant: every Fetch ends in exactly one End, unless it was cancelled or its link is gone, and then nothing of it is left.
 """
 
@@ -136,15 +139,24 @@ class Transfers:
         """Raises:
         TribladeError: the prompt cannot be computed here, or its rows do not go where they are to be placed.
         """
-        tokens = fetch.token_ids[:-1]
-        if not 0 <= fetch.first_token < len(tokens) or fetch.first_token % self._block_size:
-            raise WireError(f"no rows to compute from token {fetch.first_token} of {len(tokens)}")
+        tokens, first = fetch.token_ids[:-1], fetch.first_token
+        stop = min(len(tokens), self._room_tokens)
+        if not 0 <= first < stop or first % self._block_size:
+            raise WireError(
+                f"no rows to compute from token {first} of {len(tokens)}, with room for {self._room_tokens}"
+            )
         ticket = None if reader.target is None else reader.target.ticket(fetch, len(tokens), self._block_size)
         label = f"transfer-{fetch.transfer}"
-        (request,) = self._engine.prepare(tokens, COMPUTE_ONLY, request_id=label, priority=fetch.priority)
+        (request,) = self._engine.prepare(tokens[:stop], COMPUTE_ONLY, request_id=label, priority=fetch.priority)
         request.keeps_blocks = True
         wire = reader.sender.request()
-        return Job(reader, fetch, request, len(tokens), fetch.first_token, time.monotonic(), wire, ticket)
+        return Job(reader, fetch, request, len(tokens), stop, first, time.monotonic(), wire, ticket)
+
+    @property
+    def _room_tokens(self) -> int:
+        """Whole blocks of one prompt that can be computed here."""
+        limits = self._engine.admission
+        return min(limits.context_length, limits.kv_tokens) // self._block_size * self._block_size
 
     def _publish_or_end(self, job: Job) -> bool:
         """`_publish_some`; whatever it raises costs this job alone, which its peer computes itself."""
@@ -173,7 +185,7 @@ class Transfers:
         most = done - job.sent
         self._send(job, most if job.ticket is not None else min(self._message_tokens(job.reader), most))
         if job.sent == job.stop:
-            self._end(job, None)
+            self._end(job, job.shortage)
         return not job.has_ended
 
     def _message_tokens(self, reader: Reader) -> int:
@@ -203,7 +215,7 @@ class Transfers:
         """What is said of the next rows, and by value the rows."""
         first, blocks = job.sent, lease.blocks
         by_reference, is_placed = job.reader.by_reference, job.ticket is not None
-        span = WireSpan(first, num_tokens, job.stop + 1)
+        span = WireSpan(first, num_tokens, job.num_prompt_tokens + 1)
         payload = b"" if by_reference or is_placed else job.wire.encode(self._cache, blocks, span)
         return Rows(
             transfer=job.fetch.transfer,

@@ -2,18 +2,22 @@
 
 Life of a call: generate -> Generate -> outputs, from the link's thread into the caller's loop -> the last one of every choice. If
 the caller leaves, an Abort; if the link breaks, every open call ends with WorkerLostError and `is_alive` is false from then on.
+A worker that serves says how busy it is ten times a second; `tend` leaves one that says nothing any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from triblade.disagg.frames import Message
 from triblade.disagg.links import Link
+from triblade.disagg.pace import Silence
 from triblade.disagg.rpc import (
     Abort,
     AbortLabel,
@@ -32,6 +36,10 @@ from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import RequestOutput
 from triblade.errors import TribladeError, WorkerLostError
 from triblade.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 30.0  # longer than prefill workers get: with a worker that answers, its streams are lost
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +71,9 @@ class RemoteClient:
         self._lock = threading.Lock()
         self._load = EngineLoad()
         self._lost: WorkerLostError | None = None
+        self._num_words = 0
+        self._silence = Silence(time.monotonic())
+        self._left_because: str | None = None
         link.start(self)
 
     @property
@@ -124,6 +135,14 @@ class RemoteClient:
         """What the worker said last."""
         return self._load
 
+    def tend(self, now_s: float) -> None:
+        """Leave a worker that served and is silent: its process was stopped, or its host is gone. To be called often."""
+        silent_s = self._silence.look(self._num_words, now_s)
+        if self.welcome is not None and silent_s > SILENCE_S and self._left_because is None:
+            self._left_because = f"silent for {SILENCE_S:g} s"
+            log.warning("the worker at %s is left: %s", self._link.peer, self._left_because)
+            self._link.close()
+
     def close(self) -> None:
         """Leave the worker; it aborts what it computes for this client."""
         self._link.close()
@@ -131,6 +150,7 @@ class RemoteClient:
 
     def received(self, link: Link, message: Message) -> None:
         """See `links.Receiver`."""
+        self._num_words += 1
         match message:
             case Welcome():
                 self.welcome = message
@@ -150,6 +170,7 @@ class RemoteClient:
     def lost(self, link: Link, reason: str) -> None:
         """See `links.Receiver`."""
         with self._lock:
+            reason = self._left_because or reason
             self._lost = WorkerLostError(f"the worker at {link.peer} is gone: {reason}", hint="try again")
             calls = list(self._calls.values())
         for call in calls:

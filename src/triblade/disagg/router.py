@@ -204,15 +204,17 @@ class Router:
             self._affinity.popitem(last=False)
 
     def _tend(self) -> None:
-        """Connect to workers that are not connected."""
+        """Connect to workers that are not connected, and leave those that are silent."""
         while not self._closed.wait(TEND_INTERVAL_S):
             for number, worker in enumerate(self._workers):
-                if worker is None or not worker.is_alive:
-                    self._dial(number)
+                self._tend_one(number, worker)
 
-    def _dial(self, number: int) -> None:
+    def _tend_one(self, number: int, worker: RemoteClient | None) -> None:
         try:
-            self._workers[number] = self._dials[number]()
+            if worker is None or not worker.is_alive:
+                self._workers[number] = self._dials[number]()
+            else:
+                worker.tend(time.monotonic())
         except Exception as error:  # mostly nobody is there; whatever it is, the others are tended, too
             reason = error.strerror if isinstance(error, OSError) else None
             self._workers[number], self._faults[number] = None, reason or str(error)

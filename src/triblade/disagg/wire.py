@@ -10,7 +10,7 @@ Life of a transfer, decode worker (D) on the left:
     Taken     ->             where rows came by reference: these were copied, they may go
     Cancel    ->             forget it
               <-  End        where rows are placed, also after Cancel: nothing is being written any more
-              <-  State      every now and then: how much work waits here; also the sign of life
+              <-  State      every now and then, whatever else is done: how much work waits here; also the sign of life
 
 A transfer is named by (`transfer`, `attempt`): a number that D never uses twice. What comes for a name that D does not know any
 more is dropped, so late and duplicate messages are harmless. Rows are ranges of tokens, never counts, so prefix hits on either
@@ -138,6 +138,7 @@ class State(Message):
     num_expired: int = 0  # leases, since the start
     num_fallbacks: int = 0  # requests that the codec would have harmed, to this peer
     num_faults: int = 0  # transfers that errors of this worker ended, since the start
+    step_s: float = 0.0  # that the present step has taken so far
 
 
 WORKER_PROTOCOL = Vocabulary(
