@@ -154,7 +154,7 @@ def _environment(client: Client, home: Path) -> dict[str, str]:
 
 def _installer() -> Path:
     """`uv`, in a folder of its own."""
-    folder = ENVIRONMENTS / table()["installer"]
+    folder: Path = ENVIRONMENTS / table()["installer"]
     if not (folder / "bin" / "uv").is_file():
         _call(sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, table()["installer"])
     return folder / "bin" / "uv"
@@ -173,7 +173,7 @@ def _npm(folder: Path, packages: Sequence[str]) -> None:
 
 
 def _node(folder: Path) -> Path:
-    return folder / next(folder.glob(f"lib/python*/site-packages/{NODE}"))
+    return next(folder.glob(f"lib/python*/site-packages/{NODE}"))
 
 
 def _call(*command: str | Path) -> None:
