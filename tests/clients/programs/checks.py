@@ -8,3 +8,8 @@ def check(what: str, holds: object) -> None:
     if not holds:
         sys.exit(f"wrong: {what}")
     print(f"ok: {what}", flush=True)
+
+
+def measured(what: str) -> None:
+    """A figure for the table of results."""
+    print(f"measured: {what}", flush=True)

@@ -8,10 +8,10 @@ from checks import check
 
 COMMAND = """\
 # guide: bash
-locust -f locustfile.py --host http://127.0.0.1:8000 --headless --users 3 --spawn-rate 3 --run-time 8s --csv load
+locust -f locustfile.py --host http://127.0.0.1:8000 --headless --users 3 --spawn-rate 3 --run-time 5s --csv load
 # end
 """
-subprocess.run(COMMAND.replace("--headless", "--headless --only-summary --stop-timeout 20"), shell=True, check=True)
+subprocess.run(COMMAND.replace("--headless", "--headless --only-summary --stop-timeout 60"), shell=True, check=True)
 rows = {row["Name"]: row for row in csv.DictReader(Path("load_stats.csv").read_text(encoding="utf-8").splitlines())}
 requests = rows["/v1/chat/completions"]
 check("answers, none failed", int(requests["Request Count"]) >= 3 and rows["Aggregated"]["Failure Count"] == "0")

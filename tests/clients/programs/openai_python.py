@@ -1,4 +1,4 @@
-"""The official Python client: both kinds of completion, streams, log-probabilities, schemas, tools, errors."""
+"""The official Python client: completions, chat, responses, embeddings, streams, schemas, tools, errors."""
 
 # guide: python
 from openai import OpenAI
@@ -9,6 +9,7 @@ answer = client.chat.completions.create(model="smollm2-135m", messages=question,
 # end
 
 import asyncio
+import math
 from typing import Literal
 
 import openai
@@ -76,6 +77,26 @@ check("a tool call", (call.function.name, call.function.arguments.replace(" ", "
 with client.chat.completions.stream(**GREEDY, **asked) as events:
     (streamed,) = events.get_final_completion().choices[0].message.tool_calls
 check("the same call, streamed", streamed.function.arguments == call.function.arguments)
+
+response = client.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=16)
+check("a response", response.output_text == text and response.usage.total_tokens == answer.usage.total_tokens)
+with client.responses.stream(model=MODEL, input=question, temperature=0, max_output_tokens=16) as events:
+    check("a response, streamed", events.get_final_response().output_text == text)
+formed = client.responses.parse(model=MODEL, input=question, temperature=0, max_output_tokens=40, text_format=City)
+check("a response by a schema", formed.output_parsed == parsed.choices[0].message.parsed)
+
+sentences = ["Paris is the capital of France.", "France's capital city is Paris.", "def add(a, b): return a + b"]
+embedded = client.embeddings.create(model=MODEL, input=sentences, extra_body={"pooling": "mean"})
+one, same, other = (vector.embedding for vector in embedded.data)
+check(
+    "embeddings, of length one",
+    all(math.isclose(math.hypot(*vector), 1, rel_tol=1e-5) for vector in (one, same, other)),
+)
+check("the same meaning is nearer", math.dist(one, same) < math.dist(one, other))
+in_json = client.embeddings.create(
+    model=MODEL, input=sentences[0], encoding_format="float", extra_body={"pooling": "mean"}
+)
+check("the same as numbers in JSON", math.dist(in_json.data[0].embedding, one) < 1e-5)
 
 check("models", [model.id for model in client.models.list()] == [MODEL])
 

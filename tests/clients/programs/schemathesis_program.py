@@ -17,14 +17,17 @@ schemathesis run http://127.0.0.1:8000/openapi.json --checks not_a_server_error,
 SHORT_ANSWERS = """\
 import schemathesis
 
+WITH_TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    if isinstance(case.body, dict) and ("prompt" in case.body or "messages" in case.body):
-        if case.body.get("max_tokens") is None:
-            case.body = {**case.body, "max_tokens": 2}
+    if isinstance(case.body, dict):
+        limit = "max_output_tokens" if case.path == "/v1/responses" else "max_tokens"
+        if case.path in WITH_TEXT and case.body.get(limit) is None:
+            case.body = {**case.body, limit: 2}
 """
-MORE = ",status_code_conformance,content_type_conformance --max-examples 10 --seed 1"
+MORE = ",status_code_conformance,content_type_conformance --max-examples 3 --seed 1"
 DOCUMENT = "http://127.0.0.1:8000/openapi.json"
 
 Path("hooks.py").write_text(SHORT_ANSWERS, encoding="utf-8")
