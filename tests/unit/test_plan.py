@@ -13,6 +13,7 @@ import pytest
 from triblade.cli import main
 from triblade.commands.planning import with_plan
 from triblade.config import (
+    DeployConfig,
     Figure,
     Plan,
     PlanConfig,
@@ -24,6 +25,8 @@ from triblade.config import (
     to_toml,
 )
 from triblade.config.engine import EngineConfig
+from triblade.deploy.accepted import release
+from triblade.deploy.translation import translate
 from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from triblade.models.config import model_config
 from triblade.tune.bill import HOURS_PER_MONTH, break_even_months, machines, monthly_bill, per_million_tokens
@@ -270,16 +273,17 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     assert commands(made, config)[-1].startswith("triblade deploy")
 
 
-def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have() -> None:
-    def told(hardware: str, devices: int) -> str:
-        options: dict[str, Any] = {"hardware": hardware, "devices": devices, "workload": "long-output"}
-        config = PlanConfig(model=EIGHT.name, concurrency=256.0, **options)
-        return commands(make_plan(decide(config, EIGHT, find_hardware(hardware)), config), config)[-1]
-
-    assert "--data-parallel-size 8" in told("b200", 8)
-    assert "--data-parallel-size" not in told("b200", 1)
-    assert "--dtype half" in told("t4", 1)  # no bfloat16 below compute capability 8.0
-    assert "--dtype" not in told("l4", 1)
+@pytest.mark.parametrize(
+    ("hardware", "devices", "dtype"),
+    [("b200", 8, None), ("b200", 1, None), ("l4", 1, None), ("t4", 1, "float16")],  # no bfloat16 below capability 8.0
+)
+def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have(
+    hardware: str, devices: int, dtype: str | None
+) -> None:
+    config = PlanConfig(model=EIGHT.name, hardware=hardware, devices=devices, workload="long-output", concurrency=256.0)
+    made = make_plan(decide(config, EIGHT, find_hardware(hardware)), config)
+    (role,) = translate(made, DeployConfig(plan=Path("plan.toml")), release("0.33.0", "cuda")).roles
+    assert (role.replicas * role.devices, role.options.get("dtype")) == (devices, dtype)
 
 
 def test_a_rate_gets_room_for_its_bursts() -> None:

@@ -40,6 +40,7 @@ LOST = {
 TRANSFER_LOST = {
     "wire_codec": "keys and values travel as they lie in the cache, uncompressed",
     "wire_table": "belongs to the wire codec",
+    "wire_error_limit": "belongs to the wire codec",
     "max_prefill_backlog": "prompts wait for a prefill engine however many wait there",
     "remote_kv_share": "requests whose keys and values are on their way may hold any share of the blocks",
     "transfer_timeout_s": "the connector decides how long it waits",
