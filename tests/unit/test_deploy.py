@@ -116,6 +116,16 @@ def test_devices_that_share_a_model() -> None:
     assert translated(plan(devices=8, tensor_parallel=8))[0]["tensor_parallel_size"] == 8
 
 
+def test_engines_fill_the_devices() -> None:
+    (role,) = translate(plan(devices=8, tensor_parallel=2), config(), CUDA).roles
+    assert (role.replicas, role.devices) == (4, 2)
+
+
+def test_floats_are_those_of_the_plan() -> None:
+    assert translated(plan(dtype="float16"))[0]["dtype"] == "float16"
+    assert "dtype" not in translated(plan())[0]
+
+
 def test_options_of_vllm_beside_the_plan() -> None:
     given = ("enforce-eager=true", "max_num_seqs=9", "dtype=float16")
     options, _ = translated(plan(max_num_seqs=4), vllm_option=given)

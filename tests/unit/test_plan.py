@@ -273,17 +273,17 @@ def test_other_gpus_are_planned_for_another_engine() -> None:
     assert commands(made, config)[-1].startswith("triblade deploy")
 
 
-def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have() -> None:
-    def planned(hardware: str, devices: int) -> Plan:
-        options: dict[str, Any] = {"hardware": hardware, "devices": devices, "workload": "long-output"}
-        config = PlanConfig(model=EIGHT.name, concurrency=256.0, **options)
-        return make_plan(decide(config, EIGHT, find_hardware(hardware)), config)
-
-    many = planned("b200", 8)
-    assert (many.devices, many.tensor_parallel) == (8, 1)
-    assert translate(many, DeployConfig(plan=Path("plan.toml")), release("0.33.0", "cuda")).roles[0].replicas == 8
-    assert planned("t4", 1).decode.dtype == "float16"  # no bfloat16 below compute capability 8.0
-    assert planned("l4", 1).decode.dtype == "auto"
+@pytest.mark.parametrize(
+    ("hardware", "devices", "dtype"),
+    [("b200", 8, None), ("b200", 1, None), ("l4", 1, None), ("t4", 1, "float16")],  # no bfloat16 below capability 8.0
+)
+def test_another_engine_is_told_of_all_devices_and_of_floats_that_they_have(
+    hardware: str, devices: int, dtype: str | None
+) -> None:
+    config = PlanConfig(model=EIGHT.name, hardware=hardware, devices=devices, workload="long-output", concurrency=256.0)
+    made = make_plan(decide(config, EIGHT, find_hardware(hardware)), config)
+    (role,) = translate(made, DeployConfig(plan=Path("plan.toml")), release("0.33.0", "cuda")).roles
+    assert (role.replicas * role.devices, role.options.get("dtype")) == (devices, dtype)
 
 
 def test_a_rate_gets_room_for_its_bursts() -> None:

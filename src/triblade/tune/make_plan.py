@@ -8,10 +8,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import Literal
 
 from triblade.config import EngineConfig, Figure, Plan, PlanConfig, TopologyConfig, TransferConfig, WeightPlan, to_flags
-from triblade.tune.gates import Judged, context_length
-from triblade.tune.hardware import Hardware
+from triblade.tune.gates import Judged, Task, context_length
 from triblade.tune.planner import TIE, Decision, agreement, alternatives, sequences_of
 from triblade.tune.rules import DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS, acceptance, advice
 from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
@@ -20,7 +20,7 @@ PROCESS_BYTES = (
     200 * 2**20
 )  # interpreter, torch, tokenizer; seen in nine trials of `tune`: 170 of one engine, 230 with workers
 HEAD_BYTES = 50 * 2**20  # buffers and tables of an eagle head beside its weights: 43 to 65 seen in five runs
-BFLOAT16_CAPABILITY = 8.0  # of NVIDIA's devices that multiply bfloat16
+BFLOAT16_CAPABILITY = 8.0  # of NVIDIA's devices that multiply bfloat16; vLLM refuses such models on older ones
 MADE_SCHEMES = ("int8", "int4", "int3")
 
 
@@ -56,7 +56,7 @@ def engine_of(decision: Decision, config: PlanConfig) -> EngineConfig:
     is_cpu = task.site.hardware.kind == "cpu"
     return EngineConfig(
         model=served_model(candidate, config),
-        dtype="auto" if multiplies_bfloat16(task.site.hardware) else "float16",
+        dtype=float_type(decision.task),
         kv_cache_dtype="int8" if candidate.kv_dtype == "int8" else "auto",
         max_model_len=context_length(task),
         max_num_seqs=sequences,
@@ -71,9 +71,11 @@ def engine_of(decision: Decision, config: PlanConfig) -> EngineConfig:
     )
 
 
-def multiplies_bfloat16(hardware: Hardware) -> bool:
-    """Whether activations can be of the checkpoint's usual type."""
-    return hardware.kind == "cpu" or float(hardware.capability) >= BFLOAT16_CAPABILITY
+def float_type(task: Task) -> Literal["auto", "float16"]:
+    """The checkpoint's own, unless it may be bfloat16 and the device, for which another engine serves, has none."""
+    capability = task.site.hardware.capability
+    is_old = bool(capability) and float(capability) < BFLOAT16_CAPABILITY
+    return "float16" if is_old and task.engine == "vllm" else "auto"
 
 
 def kv_bytes(decision: Decision, sequences: int) -> int:
