@@ -165,10 +165,27 @@ class TinyModel {
       const float* row = logits.data() + static_cast<int64_t>(t) * kVocabulary;
       require(best[t] == std::max_element(row, row + kVocabulary) - row, "the best token has the largest logit");
     }
+    choose(index, best);
     return logits;
   }
 
  private:
+  // Each row its best token, a draw, or the best or a draw of every third token.
+  void choose(const std::vector<int32_t>& rows, const std::vector<int32_t>& best) {
+    std::vector<uint16_t> third((kVocabulary + 15) / 16);
+    for (int token = 0; token < kVocabulary; token += 3) third[token / 16] |= 1 << token % 16;
+    std::vector<Choice> choices(rows.size());
+    for (size_t t = 0; t < rows.size(); t++) choices[t] = {0.37, t % 2 ? 1.5f : 0.0f, 0.0f, t % 4 < 2 ? nullptr : third.data()};
+    std::vector<float> logits(rows.size() * kVocabulary);
+    std::vector<int32_t> chosen(rows.size());
+    program_->score(rows.data(), static_cast<int>(rows.size()), logits.data(), chosen.data(), choices.data());
+    for (size_t t = 0; t < rows.size(); t++) {
+      require(chosen[t] >= 0 && chosen[t] < kVocabulary, "a token was chosen");
+      require(!choices[t].allowed || chosen[t] % 3 == 0, "what is barred is not chosen");
+      require(t % 4 || chosen[t] == best[t], "without temperature and mask it is the best");
+    }
+  }
+
   const Matrix& add(Format format, int rows, int inputs, bool biased) {
     matrices_.push_back(random_matrix(random_, format, rows, inputs, 16, biased, biased));
     return matrices_.back()->matrix;

@@ -64,7 +64,9 @@ def router(state: ServerState, metrics: ServerMetrics) -> APIRouter:
 def _answers(model: type[Any], *, streams: bool = True) -> dict[int | str, dict[str, Any]]:
     found: dict[str, Any] = {"model": model, "description": "The answer."}
     if streams:
-        stream = {"schema": {"type": "string"}, "example": 'data: {"choices": [...]}\n\ndata: [DONE]\n\n'}
+        fields = {"data": {"type": "string"}, "event": {"type": "string"}}
+        event = {"type": "object", "description": "One event.", "properties": fields, "required": ["data"]}
+        stream = {"schema": event, "example": 'data: {"choices": [...]}\n\ndata: [DONE]\n\n'}
         found["description"] = "The answer; server-sent events with `stream: true`."
         found["content"] = {"text/event-stream": stream}
     return {200: found, **problems(400, 401, 404, 413, 429, 500, 503)}
