@@ -1,8 +1,8 @@
 """Install the programs of `tests/clients/clients.toml` and run each against a server on the demo model.
 
-Run: python tools/clients.py [NAME ...] [--all] [--output FILE]
+Run: python tools/clients.py [NAME ...] [--output FILE]
 
-Without names: all that CI runs; with --all, the heavy ones, too. Exit code 1 if one of them found something wrong.
+Without names: all of them. Exit code 1 if one of them found something wrong.
 `--output` writes what docs/guides/clients.md shows; results of programs that were not run stay as they are.
 """
 
@@ -30,11 +30,9 @@ def main() -> int:
     """Run, say how each went, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--all", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    chosen = [client for client in clients() if client.name in options.names]
-    chosen = chosen or [client for client in clients() if options.all or not client.heavy]
+    chosen = [client for client in clients() if client.name in options.names] or clients()
     right = True
     for name, result in measure_all(chosen):
         right &= result["right"]

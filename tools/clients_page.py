@@ -29,8 +29,8 @@ beginnings of those scripts, for a server that was started so:
 triblade serve smollm2-135m
 ```
 
-Schemas and forced tool calls need `pip install "triblade[structured]"` beside the server. `make clients` runs those
-of CI, `make clients-all` those that are slow to start as well.
+Schemas and forced tool calls need `pip install "triblade[structured]"` beside the server. `make clients` runs all of
+them, as CI does.
 """
 
 
@@ -58,13 +58,12 @@ def install_line(client: Client) -> str:
 
 def results() -> Iterator[str]:
     """The table of what was found."""
-    yield "## Results\n\n| client | versions | run by | found right | |\n|---|---|---|---|---|"
+    yield "## Results\n\n| client | versions | found right | |\n|---|---|---|---|"
     for client in clients():
         result = recorded()[client.name]
         verdict = "all" if result["right"] else "then failed"
         found = "; ".join([*result["checks"], *result["measured"]])
-        runs = "`make clients-all`" if client.heavy else "CI"
-        yield f"| {client.title} | {', '.join(result['installed'])} | {runs} | {found} | {verdict} |"
+        yield f"| {client.title} | {', '.join(result['installed'])} | {found} | {verdict} |"
     yield ""
 
 

@@ -13,7 +13,7 @@ import pytest
 from client_programs import MODEL, Client, clients, install, recorded, run
 from real_server import RealServer, real_server
 
-FOR_CI = [client for client in clients() if not client.heavy]
+CLIENTS = clients()
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def server(smollm2: Path) -> Iterator[RealServer]:
         yield running
 
 
-@pytest.mark.parametrize("client", FOR_CI, ids=[client.name for client in FOR_CI])
+@pytest.mark.parametrize("client", CLIENTS, ids=[client.name for client in CLIENTS])
 def test_client(client: Client, server: RealServer, smollm2: Path) -> None:
     install(client)
     outcome = run(client, server.url, {"TRIBLADE_PYTHON": sys.executable, "TRIBLADE_MODEL": str(smollm2)})

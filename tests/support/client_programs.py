@@ -41,7 +41,6 @@ class Client:
     npm: Sequence[str] = ()
     files: Sequence[str] = ()
     more: Mapping[str, str] = field(default_factory=dict)
-    heavy: bool = False
 
     @property
     def folder(self) -> Path:
