@@ -71,10 +71,10 @@ def check_one_lost(workers: Pair) -> None:
     assert workers.prefill.is_alive
 
 
-SENDING: dict[str, tuple[Any, str]] = {  # connector -> what makes its rows
+SENDING: dict[str, tuple[Any, str]] = {  # connector -> what makes its rows, and nobody else calls
     "local": (RawWire, "encode"),
     "tcp": (RawWire, "encode"),
-    "shm": (prefill_transfers.shared_rows, "checksum"),
+    "shm": (prefill_transfers.Transfers, "_rows"),
     PLACED: (EmulatedMemory, "mark"),
 }
 

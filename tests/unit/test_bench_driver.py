@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import psutil
 import pytest
 
 from triblade.bench.dataset import Conversation, Turn
@@ -203,3 +204,15 @@ def test_a_watch_reports_increase_and_peaks() -> None:
     assert figures["num_preemptions"] == 2.0
     assert figures["peak_kv_cache_usage_perc"] == 0.75
     assert (figures["acceptance_rate"], figures["mean_accepted_length"]) == (0.25, 2.0)
+
+
+def test_a_test_shorter_than_a_period_still_has_its_memory() -> None:
+    async def watched() -> dict[str, float]:
+        watch = Watch(FakeTarget(counters={"num_requests_running": 3.0}), psutil.Process())
+        await watch.begin()
+        await watch.end()
+        return watch.figures()
+
+    figures = asyncio.run(watched())
+    assert figures["peak_memory_mib"] * 2**20 >= psutil.Process().memory_info().rss * 0.5
+    assert figures["peak_num_requests_running"] == 3.0

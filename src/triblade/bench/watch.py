@@ -34,7 +34,7 @@ class Watch:
     async def begin(self) -> None:
         """Note the counters before the test."""
         self._before = await self.target.readings()
-        self._note_processes()  # the first reading of a processor's use only starts its clock
+        self._note_memory()  # the first reading of a processor's use only starts its clock
 
     async def run(self) -> None:
         """Read until cancelled."""
@@ -44,8 +44,10 @@ class Watch:
                 await self.read(devices)
 
     async def end(self) -> None:
-        """Note the counters after it."""
+        """Note the counters after it, and what stands at its end: a test may be shorter than a period."""
         self._after = await self.target.readings()
+        self._note_gauges(self._after)
+        self._note_memory()
 
     def figures(self) -> dict[str, float]:
         """Increase of the counters, highest gauges, mean use of processor and accelerator, and what follows from them."""
@@ -62,21 +64,21 @@ class Watch:
 
     async def read(self, devices: list[Accelerator]) -> None:
         """Take one reading."""
-        readings = await self.target.readings()
-        for name in GAUGES:
-            if name in readings:
-                self._note_highest(name, readings[name])
-        found = self._note_processes()
-        if found is not None:
-            memory_bytes, cores = found
-            self._note_highest("memory_mib", memory_bytes / MIB)
+        self._note_gauges(await self.target.readings())
+        cores = self._note_memory()
+        if cores is not None:
             self._note_mean("cpu_cores", cores)
         for device in devices:
             self._note_highest("device_memory_mib", device.memory_mib())
             self._note_mean("device_utilization", device.utilization())
 
-    def _note_processes(self) -> tuple[int, float] | None:
-        """Resident bytes and busy cores of the process and its children, since the last call; None without a process."""
+    def _note_gauges(self, readings: Mapping[str, float]) -> None:
+        for name in GAUGES:
+            if name in readings:
+                self._note_highest(name, readings[name])
+
+    def _note_memory(self) -> float | None:
+        """Note the resident memory of the process and its children; their busy cores since the last call, None without one."""
         if self.process is None:
             return None
         own_bytes, shared_bytes, percent = 0, 0, 0.0
@@ -91,7 +93,9 @@ class Watch:
                     percent += process.cpu_percent()
         except psutil.Error:  # one of them has just ended
             pass
-        return own_bytes + shared_bytes, percent / 100
+        if own_bytes + shared_bytes:
+            self._note_highest("memory_mib", (own_bytes + shared_bytes) / MIB)
+        return percent / 100
 
     def _note_highest(self, name: str, value: float) -> None:
         self.highest[name] = max(value, self.highest.get(name, value))
