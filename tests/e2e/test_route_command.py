@@ -63,7 +63,18 @@ def routing(ports: Sequence[int], *options: str) -> Iterator[tuple[subprocess.Po
     """A router in front of these replicas, which are up."""
     (port,) = free_ports(1)
     urls = [f"http://127.0.0.1:{one}" for one in ports]
-    words = ["-m", "triblade", "route", *urls, "--port", str(port), "--log-level", "error", "--health-interval-s", "0.1"]
+    words = [
+        "-m",
+        "triblade",
+        "route",
+        *urls,
+        "--port",
+        str(port),
+        "--log-level",
+        "error",
+        "--health-interval-s",
+        "0.1",
+    ]
     with process(*words, *options) as router:
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: num_up(url) == len(ports))

@@ -22,6 +22,19 @@ from typing import Any
 
 import uvicorn
 
+OPENAI_ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+OPENAI_FIELDS = {
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "stream",
+    "stream_options",
+    "echo",
+    "logprobs",
+}
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4
 
@@ -59,6 +72,7 @@ class Settings:
     dies_after: int | None = None  # tokens after which the connection breaks
     hangs: bool = False  # takes requests and says nothing
     fails_in_stream: bool = False  # the first event is an error
+    is_foreign: bool = False  # has the routes and fields of the OpenAI API, and refuses others
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -170,12 +184,15 @@ class App:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if path == "/health":
+        if self.settings.is_foreign and path not in OPENAI_ROUTES:
+            await _answer(send, 404, _error("no such route", 404))
+        elif path == "/health":
             while self.settings.hangs:
                 await asyncio.sleep(0.01)
             await _answer(send, self.settings.health, b"")
         elif path == "/v1/models":
-            card = {"id": "fake", "object": "model", "max_model_len": self.settings.max_model_len}
+            card: dict[str, Any] = {"id": "fake", "object": "model"}
+            card |= {} if self.settings.is_foreign else {"max_model_len": self.settings.max_model_len}
             await _answer(send, 200, json.dumps({"object": "list", "data": [card]}).encode())
         elif path == "/metrics":
             await _answer(send, 200, self._metrics().encode(), b"text/plain; version=0.0.4")
@@ -192,6 +209,8 @@ class App:
         body = json.loads(content)
         record = {"path": scope["path"], "headers": dict(scope["headers"]), "left": False, **body}
         self.requests.append(record)
+        if self.settings.is_foreign and (unknown := sorted(set(body) - OPENAI_FIELDS)):
+            return await _answer(send, 400, _error(f"Unrecognized request argument: {unknown[0]}", 400))
         if self.settings.status != 200:
             return await _answer(send, self.settings.status, _error("it cannot", self.settings.status))
         while self.settings.hangs:

@@ -1,6 +1,7 @@
 """An HTTP server that sends set bytes and then breaks, as a server that is killed, cut off or no server at all does.
 
-`/health` is answered well, so that nobody is warned. Knows no HTTP beyond the end of a request. Invariant: threads end with the block.
+`/health` is answered well, so that nobody is warned. Knows no HTTP beyond the end of a request. Invariant: its thread ends with
+the block.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def scripted(sent: bytes, *, resets: bool) -> Iterator[Scripted]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(POLL_S)
         server = Scripted(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        threads = [threading.Thread(target=_accept, args=(listener, server, sent, resets, ended))]
-        threads[0].start()
+        thread = threading.Thread(target=_accept, args=(listener, server, sent, resets, ended))
+        thread.start()
         try:
             yield server
         finally:
             ended.set()
-            threads[0].join(10)
+            thread.join(10)
 
 
 def _accept(listener: socket.socket, server: Scripted, sent: bytes, resets: bool, ended: threading.Event) -> None:
