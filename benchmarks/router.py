@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,23 @@ def main() -> None:
     result: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     result["machine"] = {"python": platform.python_version(), "aiohttp": aiohttp.__version__, "cores": os.cpu_count()}
     result["replicas"] = {"kind": "fake processes with set step times", "count": WORKERS, **STEP}
-    work = {"latency": latency, "hits": hits, "kill": kill, "servers": lambda: servers(options.model)}
     for part in options.parts:
-        if part == "simulation":  # one after the other, since each takes more than a minute
-            for name in options.scenarios:
-                found = result.setdefault(part, {})[name] = compared(SCENARIOS[name])
-                keep(options.output, result, f"{part}: {name}", found)
-        else:
-            result[part] = work[part]()
-            keep(options.output, result, part, result[part])
+        for name, found in figures(part, options):
+            if name:
+                result.setdefault(part, {})[name] = found
+            else:
+                result[part] = found
+            keep(options.output, result, f"{part} {name}", found)
+
+
+def figures(part: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The results of one part, by name where there are several."""
+    if part == "simulation":
+        yield from ((name, compared(SCENARIOS[name])) for name in options.scenarios)
+    elif part == "servers":
+        yield from servers(options.model)
+    else:
+        yield "", {"latency": latency, "hits": hits, "kill": kill}[part]()
 
 
 def keep(output: Path, result: dict[str, Any], name: str, found: dict[str, Any]) -> None:

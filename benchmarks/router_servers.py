@@ -14,7 +14,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,10 +164,11 @@ def lost(model: str, number: signal.Signals) -> dict[str, Any]:
     }
 
 
-def servers(model: str) -> dict[str, Any]:
-    """All parts."""
-    found: dict[str, Any] = {"model": Path(model).name, "options": " ".join(OPTIONS)}
+def servers(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All parts, one after the other."""
+    yield "setting", {"model": Path(model).name, "options": " ".join(OPTIONS), "users": USERS, "turns": TURNS}
     with pair(model) as (urls, _):
-        measures: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {"latency": latency, "hits": hits}
-        found |= {name: measure(urls) for name, measure in measures.items()}
-    return {**found, "killed": lost(model, signal.SIGKILL), "drained": lost(model, signal.SIGTERM)}
+        yield "latency", latency(urls)
+        yield "hits", hits(urls)
+    yield "killed", lost(model, signal.SIGKILL)
+    yield "drained", lost(model, signal.SIGTERM)
