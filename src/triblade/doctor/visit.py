@@ -43,7 +43,7 @@ async def visit(
     """Look at the server at `url`; `text` is scored if the server scores prompts.
 
     Raises:
-        ConfigError: no OpenAI server answers there.
+        ConfigError: no OpenAI server answers there, or none that completes text.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -65,7 +65,7 @@ async def visit(
 
 
 async def _alone(server: Server, found: Visit) -> None:
-    await server.complete(SAMPLE, 1)  # what is made at the first request is no figure of the others
+    await server.begin(SAMPLE)  # what is made at the first request is no figure of the others
     answer = await server.complete(SAMPLE, ANSWER_TOKENS, temperature=0, ignore_eos=True)
     found.first_s, found.gaps_s = answer.first_s, answer.gaps_s
 
