@@ -173,11 +173,10 @@ def test_tokens_of_a_step_by_hand() -> None:
     assert expected_tokens(Candidate(weights=BF16), workload) == (1, 1, 0)
 
 
-def outcome(candidate: Candidate, workload: Workload, hardware: Hardware = H200, chunk: int = 512) -> Outcome:
+def outcome(candidate: Candidate, workload: Workload, hardware: Hardware = H200, requests: float = math.inf) -> Outcome:
     where = cost(hardware, candidate.weights)
-    found = predict(
-        candidate, where, Site(hardware=hardware, kernels=where.kernels, devices=1, chunk=chunk), workload, 64
-    )
+    site = Site(hardware=hardware, kernels=where.kernels, devices=1, chunk=512)
+    found = predict(candidate, where, site, workload, 64, requests)
     assert isinstance(found, Outcome)
     return found
 
@@ -188,10 +187,24 @@ def test_users_whose_answers_are_of_one_length_move_in_waves() -> None:
     one = cost()
     assert outcome(Candidate(weights=BF16), short).ttft_s == pytest.approx(one.prompts_step_s(512, 32, 8))
     long = replace(short, prompt_tokens=512)
-    assert outcome(Candidate(weights=BF16), long).ttft_s == pytest.approx(4.5 * one.prefill_s(512, 0, 512))
+    assert outcome(Candidate(weights=BF16), long, requests=8).ttft_s == pytest.approx(4.5 * one.prefill_s(512, 0, 512))
     mixed = outcome(Candidate(weights=BF16), replace(long, name="random"))
     assert mixed.ttft_s < outcome(Candidate(weights=BF16), long).ttft_s
     assert mixed.e2el_s == pytest.approx(outcome(Candidate(weights=BF16), long).e2el_s)
+
+
+def test_after_the_first_wave_prompts_wait_for_steps_that_were_lost_only() -> None:
+    """Eight prompts of a step each; a user is back after 10 ms and the step under way, seven of eight wait for that long."""
+    asked = Workload(name="fixed", prompt_tokens=512, output_tokens=64, concurrency=8)
+    plain = Candidate(weights=BF16)
+    first, settled = outcome(plain, asked, requests=8), outcome(plain, asked)
+    step_s = cost().prefill_s(512, 0, 512)
+    token_s = (settled.e2el_s - 8 * step_s) / 63
+    assert settled.ttft_s == pytest.approx(step_s * (1 + (1 + 0.01 / token_s) * 7 / 8))
+    assert settled.ttft_s < first.ttft_s
+    assert settled.e2el_s == first.e2el_s
+    half = outcome(plain, asked, requests=16)
+    assert half.ttft_s == pytest.approx((first.ttft_s + settled.ttft_s) / 2)
 
 
 def test_drafts_are_as_long_as_they_pay() -> None:

@@ -57,9 +57,10 @@ class Decision:
 
     @property
     def runner_up(self) -> Judged | None:
-        """The best that differs in more than the length of drafts or the split of memory."""
+        """The best that differs in more than the length of drafts or the split of memory, and does what it says."""
         mine = _kind(self.chosen.candidate)
-        return next((other for other in self.ranked[1:] if _kind(other.candidate) != mine), None)
+        others = (one for one in self.ranked[1:] if _kind(one.candidate) != mine)
+        return next((one for one in others if not is_idle(one)), None)
 
 
 def decide(config: PlanConfig, shape: ModelShape, hardware: Hardware) -> Decision:
@@ -141,9 +142,15 @@ def alternatives(decision: Decision) -> dict[str, Judged]:
     found: dict[str, Judged] = {}
     for axis, names in AXES.items():
         others = [one for one in decision.ranked[1:] if _differs_in(one.candidate, mine) <= set(names)]
+        others = [one for one in others if not is_idle(one)]
         if others:
             found[axis] = min(others, key=lambda one: one.outcome.e2el_s)
     return found
+
+
+def is_idle(judged: Judged) -> bool:
+    """It has a drafter that makes no guess, since none pays."""
+    return judged.candidate.drafter is not None and judged.outcome.tokens_per_step == 1
 
 
 def sequences_of(judged: Judged, task: Task) -> int:

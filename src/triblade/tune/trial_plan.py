@@ -95,6 +95,7 @@ class TrialPlanner:
             goals=Goals(),
             quality=QualityFloor(max_ppl_increase=float("inf")),
             engine="triblade",
+            requests=self.config.num_requests,
         )
         found = judge(self._candidate(point), task)
         if isinstance(found, Rejection):
