@@ -125,6 +125,23 @@ def test_a_search_makes_so_many_trials_and_measures_nothing_twice(tmp_path: Path
     assert found.chosen is not None
 
 
+def test_a_search_begins_with_the_plan(tmp_path: Path) -> None:
+    made = tuner(tmp_path, World(), trials=2, ablation=False)
+    first = made.run().trials[1]
+    assert first.why == "as planned"
+    assert first.point == made.planner.chosen(made.space)
+
+
+def test_a_plan_outside_the_space_is_no_beginning(tmp_path: Path) -> None:
+    made = tuner(tmp_path, World(), trials=1, ablation=False)
+    planned = made.planner.chosen(made.space)
+    assert planned is not None
+    made.space = replace(made.space, drafters=tuple(name for name in made.space.drafters if name != planned.drafter))
+    assert made.planner.chosen(made.space) is None
+    first = made.run().trials[1]
+    assert (first.why, first.point) == ("to begin with", nine(made.space)[0])
+
+
 def test_a_study_must_be_there_to_go_on_and_must_not_to_begin(tmp_path: Path) -> None:
     where = space(TuneConfig(model="m"))
     with pytest.raises(ConfigError, match="nothing to resume"):
