@@ -9,6 +9,7 @@ Open loop: the requests in flight follow from the rate by Little's law; a rate t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +22,7 @@ Placement = Literal[
     "together", "one", "two"
 ]  # prefill and decode in one engine, in two on one device, on devices of their own
 UNEVEN = frozenset({"random", "short", "long-output"})  # workloads whose answers differ in length
-ITERATIONS = 40
+ITERATIONS, SETTLED = 40, 1e-5
 MOST_WAITING = 0.95
 SHARED_DEVICE_COST = 1.03  # two processes taking turns on one GPU; a guess, not measured
 SLICED_STEPS = 2.0  # that a step takes beside a prompt on the same GPU, by time slices; a guess, not measured
@@ -54,7 +55,7 @@ class Candidate:
         where = {
             "together": f"one engine in steps of {self.chunk} tokens" if self.chunk else "one engine",
             "one": f"P/D {self.split} on one device",
-            "two": f"P/D with {self.prefill_devices} devices for prompts",
+            "two": f"P/D with {self.prefill_devices} device{'s' * (self.prefill_devices > 1)} for prompts",
         }[self.placement]
         parallel = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.weights.scheme}, KV {self.kv_dtype}, {drafts}, {where}{parallel}"
@@ -123,10 +124,18 @@ def predict(
         return replace(load.closed(workload.concurrency), capacity_requests_per_s=full)
     if workload.request_rate >= full * MOST_WAITING:
         return full * MOST_WAITING
-    users = workload.request_rate * load.closed(1).e2el_s
-    for _ in range(ITERATIONS):
-        users = (users + workload.request_rate * load.closed(max(users, 1e-3)).e2el_s) / 2
+    rate = workload.request_rate
+    users = settled(lambda n: (n + rate * load.closed(max(n, 1e-3)).e2el_s) / 2, rate * load.closed(1).e2el_s)
     return replace(load.closed(users), requests_per_s=workload.request_rate, capacity_requests_per_s=full)
+
+
+def settled(step: Callable[[float], float], value: float) -> float:
+    """What a step no longer changes, or hardly."""
+    for _ in range(ITERATIONS):
+        before, value = value, step(value)
+        if abs(value - before) <= SETTLED * abs(value):
+            break
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +211,19 @@ class _Load:
         together = self._prompts_of_a_chunk(users / servers) if self._is_even else 1.0
         prompt_s = self._prompts_s(prefill, together)
         turns, moved_s = users / together, self._transfer_s() * together
-        e2el_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams), sending=0.0)
-        for _ in range(ITERATIONS):
+
+        def parts(e2el_s: float) -> tuple[float, float]:
+            """First token and decoding, if a request takes so long."""
             busy = min(turns * prompt_s / servers / e2el_s, MOST_WAITING)
             waiting_s = busy / (1 - busy) * prompt_s / 2 * (turns - 1) / turns if turns > 1 else 0.0
             first_s = waiting_s + prompt_s + moved_s
             share = max(0.05, 1 - first_s / e2el_s)
             # Where both share a host, its other cores send what is ready while no prompt is computed.
-            decode_s = self._decode_s(decode, max(1.0, users * share / streams), sending=busy)
-            e2el_s = max(first_s + decode_s, turns * prompt_s / servers)
+            return first_s, self._decode_s(decode, max(1.0, users * share / streams), sending=busy)
+
+        begin_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams), sending=0.0)
+        e2el_s = settled(lambda seconds: max(sum(parts(seconds)), turns * prompt_s / servers), begin_s)
+        decode_s = parts(e2el_s)[1]
         return e2el_s - decode_s + self._token_s(decode_s), e2el_s
 
     def _pause_s(self, users: float) -> float:
