@@ -108,10 +108,10 @@ class GuideLLM:
         words += ["--data", f"kind=json_file,path={load.prompts}", "--output", f"kind=json,path={output}"]
         (found,) = run(words, folder, output)["benchmarks"]
         metrics = found["metrics"]
-        good = {name: metric["successful"] for name, metric in metrics.items() if "successful" in metric}
-        totals = (round(good[f"{name}_token_count"]["total_sum"]) for name in ("prompt", "output"))
+        totals = (round(metrics[f"{name}_token_count"]["successful"]["total_sum"]) for name in ("prompt", "output"))
         times = {"time_to_first_token_ms": 1, "inter_token_latency_ms": 1, "request_latency": 1000}  # the last in s
-        pairs = ((factor * good[name]["mean"], factor * good[name]["median"]) for name, factor in times.items())
+        good = ((metrics[name]["successful"], factor) for name, factor in times.items())
+        pairs = ((factor * metric["mean"], factor * metric["median"]) for metric, factor in good)
         return Report(metrics["request_totals"]["successful"], *totals, *pairs)
 
 
