@@ -125,14 +125,14 @@ def predict(
     if workload.request_rate >= full * MOST_WAITING:
         return full * MOST_WAITING
     rate = workload.request_rate
-    users = settled(lambda n: (n + rate * load.closed(max(n, 1e-3)).e2el_s) / 2, rate * load.closed(1).e2el_s)
+    users = settled(lambda n: rate * load.closed(max(n, 1e-3)).e2el_s, rate * load.closed(1).e2el_s)
     return replace(load.closed(users), requests_per_s=workload.request_rate, capacity_requests_per_s=full)
 
 
 def settled(step: Callable[[float], float], value: float) -> float:
-    """What a step no longer changes, or hardly."""
+    """What a step no longer changes, or hardly; half of each step is taken, since whole ones may go to and fro."""
     for _ in range(ITERATIONS):
-        before, value = value, step(value)
+        before, value = value, (value + step(value)) / 2
         if abs(value - before) <= SETTLED * abs(value):
             break
     return value
