@@ -234,6 +234,17 @@ def test_a_point_without_techniques_is_one_plain_engine() -> None:
     assert plan.weights.scheme == "bf16"
 
 
+def test_a_short_run_touches_less_of_the_cache_and_has_more_prompts_that_wait() -> None:
+    def foreseen(requests: int) -> dict[str, float]:
+        config = replace(CONFIG, num_requests=requests, workload="document", prompt_tokens=1000, output_tokens=64)
+        return prediction(replace(PLANNER, config=config).plan(SPACE.none, Checkpoint(model="small")))
+
+    short, long = foreseen(4), foreseen(1000)
+    assert short["memory_mib"] < long["memory_mib"]
+    assert short["ttft_ms"] > long["ttft_ms"]
+    assert short["e2el_ms"] == long["e2el_ms"]
+
+
 def test_what_does_not_fit_is_refused_before_anything_starts() -> None:
     tiny = replace(find_hardware("cpu-desktop"), memory_gb=0.01)
     with pytest.raises(TuneError, match="memory"):
