@@ -52,6 +52,11 @@ class Way:
     workload: str
     users: int
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of prompts and answers."""
+        return CHAT_LENGTHS if self.workload == "chat" else DOCUMENT_LENGTHS
+
     def __str__(self) -> str:
         return f"{self.workload}, {self.users} users: {self.point}"
 
@@ -103,7 +108,7 @@ class Site:
 
     def config(self, way: Way) -> TuneConfig:
         """Options of a way, but for the number of requests."""
-        prompt, output = CHAT_LENGTHS if way.workload == "chat" else DOCUMENT_LENGTHS
+        prompt, output = way.lengths
         return TuneConfig(
             model=self.model,
             output=self.work,
@@ -122,7 +127,7 @@ class Site:
 
     def requests(self, way: Way, output_tokens_per_s: float) -> int:
         """So many that each user has a few in SECONDS_EACH."""
-        rate = output_tokens_per_s / self.config(way).output_tokens
+        rate = output_tokens_per_s / way.lengths[1]
         return max(2, round(SECONDS_EACH * rate / way.users)) * way.users
 
     def row(self, way: Way) -> dict[str, Any]:

@@ -236,10 +236,11 @@ def test_a_point_without_techniques_is_one_plain_engine() -> None:
 
 def test_a_short_run_touches_less_of_the_cache_and_has_more_prompts_that_wait() -> None:
     def foreseen(requests: int) -> dict[str, float]:
-        config = replace(CONFIG, num_requests=requests, workload="document", prompt_tokens=1000, output_tokens=64)
+        asked = {"workload": "document", "prompt_tokens": 1000, "output_tokens": 64, "concurrency": 32}
+        config = replace(CONFIG, num_requests=requests, **asked)
         return prediction(replace(PLANNER, config=config).plan(SPACE.none, Checkpoint(model="small")))
 
-    short, long = foreseen(4), foreseen(1000)
+    short, long = foreseen(32), foreseen(10000)
     assert short["memory_mib"] < long["memory_mib"]
     assert short["ttft_ms"] > long["ttft_ms"]
     assert short["e2el_ms"] == long["e2el_ms"]
