@@ -18,7 +18,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "BYTES", 2**20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(Cores, "used", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(Cores, "others", lambda *_: 0.0)
 
 
 def test_it_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_it_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_was_measured_on_a_busy_machine_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Cores, "used", lambda _: (0.0, 1.0))
+    monkeypatch.setattr(Cores, "others", lambda *_: 1.0)
     monkeypatch.setattr(profile.psutil, "cpu_count", lambda: 2)
     assert profile.this_machine(tmp_path).bandwidth_gb_s > 0
     assert not (tmp_path / profile.PROFILE).exists()

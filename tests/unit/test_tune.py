@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from triblade.tune.hardware import find_hardware
 from triblade.tune.measured import Measurement, Quality, Run, Trial, choose, hopeless, pareto_set, run_of
 from triblade.tune.points import NO_DRAFTER, TOGETHER, Point, corners, nine, without
 from triblade.tune.trial_plan import Checkpoint, TrialPlanner, prediction, traffic
+from triblade.tune.tune_report import Report, state
+from triblade.tune.tuner import Findings
 
 CONFIG = TuneConfig(model="small")
 SPACE = space(CONFIG)
@@ -201,6 +204,14 @@ def test_prompts_too_short_to_be_sent_are_a_cause() -> None:  # J2
     assert any("no prompt was computed by the prefill worker" in cause for cause in found.causes)
     names = [why for _, why in repairs(found, WHOLE, SPACE, can_smooth=False)]
     assert names == ["another split", "another split", "only long prompts for the prefill worker"]
+
+
+def test_a_trial_that_others_disturbed_says_so() -> None:
+    quiet, loud = trial(1, 100.0, other_cores=0.1), trial(2, 120.0, other_cores=1.2)
+    findings = Findings(trials=[quiet, loud], pareto=[], chosen=None, none=None)
+    report = Report(config=CONFIG, space=SPACE, findings=findings, machine="m", plan=None, plan_file=Path("p"))
+    assert "disturbed" not in state(quiet, report)
+    assert "others kept 1.2 cores busy" in state(loud, report)
 
 
 def test_a_difference_within_noise_is_no_verdict() -> None:

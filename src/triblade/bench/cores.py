@@ -1,6 +1,7 @@
 """Who keeps the processor busy: this process, a server that is measured, or others, who make every measurement worth less.
 
-Figures are of the whole machine, whatever part of it this process may use. Knows nothing of what is measured.
+Figures are of the whole machine, whatever part of it this process may use, and means since the beginning, in cores. Knows nothing
+of what is measured.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ class Cores:
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
-        self._all, self._own = self._now()
+        self._all_s, self._own_s = self._now()
 
-    def used(self, server_s: float = 0.0) -> tuple[float, float]:
-        """Cores that a server kept busy, and those that everybody else but this process did.
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._begun
 
-        Args:
-            server_s: processor seconds of the server since then.
-        """
-        seconds = time.monotonic() - self._begun
-        everything, own = self._now()
-        others = everything - self._all - (own - self._own) - server_s
-        return server_s / seconds, max(0.0, others / seconds)
+    @property
+    def own(self) -> float:
+        """Cores that this process kept busy, its children not counted."""
+        return (self._now()[1] - self._own_s) / self.seconds
+
+    def others(self, known: float) -> float:
+        """Cores that were busy beside `known` ones."""
+        return max(0.0, (self._now()[0] - self._all_s) / self.seconds - known)
 
     @staticmethod
     def _now() -> tuple[float, float]:

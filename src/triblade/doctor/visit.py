@@ -85,7 +85,8 @@ async def _many(server: Server, found: Visit, *, is_here: bool) -> None:
         is_here and server_s > 0 and "prefill_workers" not in after
     ):  # the processor time of workers is not in the readings
         found.cores = host.usable_cores()
-        found.busy_cores, found.foreign_cores = cores.used(server_s)
+        found.busy_cores = server_s / cores.seconds
+        found.foreign_cores = cores.others(found.busy_cores + cores.own)
         found.busy_share = found.busy_cores / found.cores
 
 

@@ -52,7 +52,7 @@ def this_machine(folder: Path | None = None) -> Hardware:
         return found
     cores = Cores()
     measured = _gpu() if torch.cuda.is_available() else _cpu(host.usable_cores())
-    busy = cores.used()[1]
+    busy = cores.others(cores.own)
     if measured.kind == "cpu" and busy > MOST_BUSY * (psutil.cpu_count() or 1):
         log.warning("others kept %.1f cores busy while this machine was measured: its figures are not kept", busy)
         return measured
