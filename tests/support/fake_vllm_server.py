@@ -96,6 +96,7 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: (note(event="end"), os._exit(0)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: (note(event="end", signal=number), os._exit(0)))
     note(event="start", words=WORDS, bound=os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
     Server((option("--host"), int(option("--port"))), Handler).serve_forever()

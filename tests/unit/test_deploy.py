@@ -217,6 +217,19 @@ def test_roles_of_prefill_and_decode() -> None:
     assert all("speculative_config" in role.options for role in translate(with_head, config(), CUDA).roles)
 
 
+def test_options_of_the_connector() -> None:
+    of = plan(workers=(1, 1), transfer=TransferConfig(lease_s=60))
+    given = ("shared_storage_path=/mnt/kv", 'connectors=[{"kv_connector": "NixlConnector"}]', "kv_lease_duration=30")
+    for role in translate(of, config(kv_connector_option=given), CUDA).roles:
+        assert role.options["kv_transfer_config"]["kv_connector_extra_config"] == {
+            "kv_lease_duration": 30,
+            "shared_storage_path": "/mnt/kv",
+            "connectors": [{"kv_connector": "NixlConnector"}],
+        }
+    with pytest.raises(ConfigError, match="kv_connector_option must be NAME=VALUE"):
+        config(kv_connector_option=("shared_storage_path",))
+
+
 def test_one_device_is_divided_among_roles() -> None:
     found = translate(plan(workers=(1, 1), kv_cache_memory_bytes=1000), config(), CPU)
     assert [role.options["kv_cache_memory_bytes"] for role in found.roles] == [300, 700]
@@ -399,6 +412,24 @@ def test_a_ray_application() -> None:
     assert len(one["placement_group_config"]["bundles"]) == 16
     assert one["deployment_config"]["autoscaling_config"]["max_replicas"] == 3
     assert not {"model", "served_model_name"} & set(one["engine_kwargs"])
+    assert "ray_actor_options" not in one["deployment_config"]
+
+
+def test_a_ray_application_on_a_cpu_fits_a_small_host() -> None:
+    where = config(target="ray", prefill_replicas=1, decode_replicas=1)
+    text = ray_files(where, translate(plan(), where, CPU), "cpu")[FILE]
+    assert "&id" not in text  # each entry is written out
+    arguments = yaml.safe_load(text)["applications"][0]["args"]
+    assert arguments["ingress_deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+    for side in ("prefill_config", "decode_config"):
+        assert arguments[side]["placement_group_config"]["bundles"] == [{"CPU": 1}]
+        assert arguments[side]["deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+
+
+def test_ray_serves_a_model_under_one_name() -> None:
+    _, lost = translated(plan(), target="ray", served_model_name=("llm", "alias"))
+    assert lost == ["served_model_name"]
+    assert translated(plan(), target="kubernetes", served_model_name=("llm", "alias"))[1] == []
 
 
 def test_a_ray_application_with_prefill_and_decode() -> None:

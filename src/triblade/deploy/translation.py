@@ -139,6 +139,9 @@ def translate(plan: Plan, config: DeployConfig, accepted: Accepted, drafts: Draf
     wanted: tuple[Role, ...] = ("prefill", "decode") if _is_disaggregated(work) else ("whole",)
     roles = tuple(_role(work, role) for role in wanted)
     _transfer_losses(work)
+    names = config.served_model_name or (plan.decode.model,)
+    if config.target == "ray" and len(names) > 1:
+        work.lose("served_model_name", ", ".join(names[1:]), "Ray serves a model under one name, the first")
     for one in roles:
         check(one.options, accepted)
     if config.strict and work.losses:
@@ -147,7 +150,6 @@ def translate(plan: Plan, config: DeployConfig, accepted: Accepted, drafts: Draf
             hint="change the plan, or leave --strict out",
             param="strict",
         )
-    names = config.served_model_name or (plan.decode.model,)
     return Translation(roles=roles, losses=tuple(work.losses), names=names)
 
 
@@ -257,9 +259,9 @@ def _transfer(work: _Work, role: Role) -> dict[str, Any]:
         "kv_load_failure_policy": work.config.kv_load_failure_policy,
     }
     lease = work.plan.transfer.lease_s
-    if lease != type(work.plan.transfer).lease_s:
-        found["kv_connector_extra_config"] = {"kv_lease_duration": round(lease)}
-    return found
+    extra = {} if lease == type(work.plan.transfer).lease_s else {"kv_lease_duration": round(lease)}
+    extra |= dict(map(_given_option, work.config.kv_connector_option))
+    return found | ({"kv_connector_extra_config": extra} if extra else {})
 
 
 def _parallel(tensor: int, pipeline: int) -> dict[str, Any]:
