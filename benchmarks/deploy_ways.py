@@ -6,7 +6,7 @@
 A WAY is a connector, or a name in the table below. One engine alone (`one-engine`, kept in the file) answers first; each deployment
 then gets the same prompts at temperature 0, and an answer is equal or parts at a near tie. What did not start is recorded with the
 first error that it wrote. That keys and values moved is read from the decode engine: `external_prefix_cache_hits_total` counts
-tokens of prompts that it got from a connector and did not compute. `imports` asks which connectors can be imported at all, and
+tokens of prompts that it got from a connector and did not compute. `connectors` asks which of them can be made here at all, and
 `ray-files` lets the installed Ray make applications for clusters that are not here. The file is written after each.
 """
 
@@ -31,7 +31,8 @@ from triblade.deploy.ray_app import FILE, ray_files
 from triblade.deploy.ray_run import check_application
 from triblade.deploy.translation import translate
 
-ALONE, IMPORTS, RAY_FILES = "one-engine", "imports", "ray-files"
+ALONE, MADE, RAY_FILES = "one-engine", "connectors", "ray-files"
+PEER = Path(__file__).resolve().parent / "peers" / "vllm_connectors.py"
 PROMPTS = Path(__file__).resolve().parent / "prompts" / "edit.jsonl"
 SINGLE_PROMPTS = 7  # and a longer one of several
 LONG_CHARACTERS = 2400
@@ -63,17 +64,6 @@ CLUSTERS: dict[str, dict[str, Any]] = {  # of H200, by their deployment
     "2 prefill, 3 to 6 decode": {"prefill_replicas": 2, "decode_replicas": 3, "max_replicas": 6},
     "prefill and decode on 2 nodes of 8 each": {"prefill_replicas": 1, "decode_replicas": 1, **TWO_NODES},
 }
-SURVEY = """
-import json
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
-found = {}
-for name, load in sorted(factory._registry.items()):
-    try:
-        found[name] = "ok" if load() else ""
-    except BaseException as error:
-        found[name] = f"{type(error).__name__}: {error}"
-print(json.dumps(found))
-"""
 
 
 def main() -> None:
@@ -87,14 +77,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     for name in args.names:
-        special = {IMPORTS: imports, RAY_FILES: ray_applications}
+        special = {MADE: connectors, RAY_FILES: ray_applications}
         write(args.output, name, special.get(name, tried)(args, name))
 
 
-def imports(args: argparse.Namespace, _: str) -> dict[str, str]:
-    """Connector -> ok, or why its module cannot be imported."""
-    done = subprocess.run([args.vllm_python, "-c", SURVEY], capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+def connectors(args: argparse.Namespace, _: str) -> dict[str, str]:
+    """Each that this vLLM has -> ok, or why it cannot be made here."""
+    model = read_toml(Plan, args.plan).decode.model
+    done = subprocess.run([args.vllm_python, str(PEER), model], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
     return found
 
 

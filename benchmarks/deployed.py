@@ -57,8 +57,9 @@ class Deployment:
     end_s: float = 0.0
 
     def counted(self, names: Sequence[str]) -> dict[str, float]:
-        """Those of its metrics that are not zero."""
-        found = parse_samples(httpx.get(f"{self.url}/metrics", timeout=END_S, trust_env=False).text)
+        """Those of its metrics that are not zero; none where metrics are elsewhere, as Ray's are."""
+        page = httpx.get(f"{self.url}/metrics", timeout=END_S, trust_env=False)
+        found = parse_samples(page.text) if page.is_success else {}
         return {name: found[name] for name in names if found.get(name)}
 
 

@@ -168,6 +168,17 @@ def test_prefill_and_decode(place: Place) -> None:
     assert sorted(map(int, kept)) == [int((1 << 30) * 0.3), int((1 << 30) * 0.7)]
 
 
+def test_both_engines_know_a_request_by_one_id(place: Place) -> None:  # G18
+    """Also where the client gives two requests the same one."""
+    with running(place, str(place.plan(workers=(1, 1)))) as (_, url):
+        for headers in ({"X-Request-Id": "mine"}, {"X-Request-Id": "mine"}, {}):
+            text_of(url, LONG, extra_headers=headers)
+    ids = [one["id"] for one in events(place.log, "request")]
+    assert ids[::2] == ids[1::2]
+    assert len(set(ids)) == 3
+    assert [one.startswith("mine-") for one in ids[::2]] == [True, True, False]
+
+
 def test_a_running_answer_ends_before_its_engine(place: Place) -> None:
     with running(place, str(place.plan(workers=(1, 1)))) as (process, url):
         client = OpenAI(base_url=url, api_key="none", max_retries=0)

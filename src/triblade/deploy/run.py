@@ -43,8 +43,8 @@ def deploy(config: DeployConfig, say: Say) -> int:
     plan = read_toml(Plan, config.plan)
     accepted = installed(config.vllm_python) if config.vllm_python else release(config.vllm_version, _device(plan))
     log.info("vLLM %s on %s", accepted.version, accepted.device)
-    _check_model(plan, config, accepted)
     translation = translate(plan, config, accepted, _draft_facts(plan, config))
+    _check_model(plan, config, accepted, translation)
     for line in losses(translation.losses):
         log.log(logging.WARNING if translation.losses else logging.INFO, "%s", line)
     if config.run and config.target == "local":
@@ -69,9 +69,10 @@ def _device(plan: Plan) -> str:
     return "cpu" if plan.hardware.startswith("cpu") else "cuda"
 
 
-def _check_model(plan: Plan, config: DeployConfig, accepted: Accepted) -> None:
+def _check_model(plan: Plan, config: DeployConfig, accepted: Accepted, translation: Translation) -> None:
     """Refuse a checkpoint that vLLM does not load, or that was not made yet."""
-    check_checkpoint(plan.decode, accepted.device, accepted.packages)
+    dtype = translation.roles[-1].options.get("dtype", "auto")
+    check_checkpoint(plan.decode, accepted.device, accepted.packages, dtype)
     if config.run and config.model is None and plan.weights.convert and not Path(plan.decode.model).exists():
         raise ModelNotFoundError(
             f"the checkpoint of the plan is not there: {plan.decode.model}", hint=f"make it: {plan.weights.convert}"

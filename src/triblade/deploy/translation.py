@@ -45,6 +45,12 @@ TRANSFER_LOST = {
     "remote_kv_share": "requests whose keys and values are on their way may hold any share of the blocks",
     "transfer_timeout_s": "the connector decides how long it waits",
 }
+OWN_HOST = "it keeps what an engine computed for that engine alone, so nothing goes from prefill to decode engines"
+CONNECTOR_LOST = {
+    "OffloadingConnector": OWN_HOST,
+    "SimpleCPUOffloadConnector": OWN_HOST,
+    "MooncakeConnector": "it wants ids from a router of its own, and prompts are handed over as for NixlConnector",
+}
 TRANSFER_OWN = ("connector", "lease_s", "remote_prefill_tokens")
 TOPOLOGY_LOST = {
     "worker_restarts": "an engine that ends is not started again here; a cluster does",
@@ -283,6 +289,9 @@ def _transfer_losses(work: _Work) -> None:
     tables: list[tuple[object, Mapping[str, str]]] = [(work.plan.topology, TOPOLOGY_LOST)]
     if _is_disaggregated(work):
         tables.append((work.plan.transfer, TRANSFER_LOST))
+        connector = work.config.kv_connector
+        if connector in CONNECTOR_LOST:
+            work.lose("kv_connector", connector, CONNECTOR_LOST[connector])
         if _is_cluster(work):
             why = "the cluster's router sends every prompt to a prefill engine first, short ones too"
             work.lose("remote_prefill_tokens", work.plan.transfer.remote_prefill_tokens, why)
