@@ -208,8 +208,9 @@ class LocalConnector:
         accept(theirs)
         return ours
 
-    def row_memory(self, pool: Tensor) -> None:
+    def row_memory(self, pool: Tensor) -> RowMemory | None:
         """See `Connector`."""
+        return None
 
 
 class _LocalListener:

@@ -1,8 +1,8 @@
 """Prefill and decode as two engines in one process: the weights once, a thread each, rows that go from pool to pool.
 
-The decode engine is the `ServedEngine`, and asks its prefill engine as it would ask a worker: by links, within the process. On a CPU
-each engine keeps to cores of its own; on a GPU both share the device, and everything of the decode engine goes first. A prefill engine
-that gives up is made again when it is next dialled; nobody is served any more when the decode engine gives up. Knows no HTTP.
+The decode engine is the `ServedEngine`, and asks its prefill engine as it would ask a worker: by links, within the process. On a
+CPU each engine keeps to cores of its own; on a GPU both share the device, and what the decode engine computes goes first. A prefill
+engine that gives up is made again when it is next dialled; when the decode engine does, nobody is served. Knows no HTTP.
 """
 
 from __future__ import annotations
