@@ -189,7 +189,7 @@ class LocalLink:
 class LocalConnector:
     """Links within a process; an address is any name. One object must serve both sides."""
 
-    carries_files = True
+    carries_files = False
 
     def __init__(self) -> None:
         self._accepting: dict[str, Callable[[Link], None]] = {}

@@ -50,7 +50,9 @@ POLL_S = 0.02
 
 
 class OneProcess(LocalConnector):
-    """Links within the process; rows on a GPU are written where they belong."""
+    """Links within the process; rows are read where they lie, or on a GPU written where they belong."""
+
+    carries_files = True
 
     def row_memory(self, pool: Tensor) -> RowMemory | None:
         """See `Connector`."""
