@@ -25,7 +25,7 @@ import torch
 
 from triblade import __version__
 from triblade.config import EngineConfig
-from triblade.engine.build import build_engine, kv_layout, native_executor
+from triblade.engine.build import build_engine, kv_layout, native_executor, native_weights
 from triblade.engine.engine import Engine
 from triblade.engine.native import NativeExecutor
 from triblade.engine.native_program import make_team
@@ -137,7 +137,7 @@ def copy_with(model: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
 def executor_of(engine: Engine, own: EngineConfig, draft: OpenModel) -> NativeExecutor:
     """The draft as it is, whatever the comparison says, with a cache of its own."""
     cache = KVCache(kv_layout(own, draft, True), engine.pool.num_blocks, draft.dtype)
-    return native_executor(own, draft, cache, CONTEXT, make_team(1, 0))
+    return native_executor(own, draft, native_weights(own, draft), cache, CONTEXT, make_team(1, 0))
 
 
 def accepted(

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Streams while long prompts arrive: one engine against a prefill and a decode worker, on the same cores.
+"""Streams while long prompts arrive: one engine against a prefill and a decode worker, in processes of their own or in one.
 
     python benchmarks/pd.py [--model smollm2-135m] [--seconds 25] [--streams 4] [--prompt 1500] [--every 3] [--output FILE.json]
 
 A closed loop of clients streams answers to short prompts; beside it a long prompt arrives every so many seconds, whatever is still
 running. Reported for each way of serving: the time between the tokens of the streams (p50, p99, largest), time to the first token
-of the long prompts, tokens per second. The clients share the cores with the server, in all ways alike.
+of the long prompts, tokens per second, and the memory of all processes of the server (PSS: what several share counts once) before
+the load and after it. The clients share the cores with the server, in all ways alike.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from cpu_server import MODEL, serving
 
 from triblade import host
@@ -32,6 +34,7 @@ WAYS = {
     "colocated, chunks of 512": ("--max-num-batched-tokens", "512"),
     "colocated, chunks of 128": ("--max-num-batched-tokens", "128"),
     "prefill + decode worker": ("--prefill-workers", "1", "--decode-workers", "1"),
+    "both in one process": ("--prefill-workers", "1", "--decode-workers", "1", "--pd-isolation", "thread"),
 }
 SHORT_TOKENS, STREAM_TOKENS, LONG_NEW_TOKENS = 16, 200, 4
 WARM_UP_S = 3.0
@@ -126,6 +129,12 @@ def summary(tally: Tally, seconds: float) -> dict[str, Any]:
     }
 
 
+def pss_mib(server: int) -> int:
+    """Of a process and its children."""
+    process = psutil.Process(server)
+    return round(sum(each.memory_full_info().pss for each in (process, *process.children(recursive=True))) / 2**20)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
@@ -139,10 +148,13 @@ def main() -> int:
     results = {}
     for way in options.way or WAYS:
         flags = ("--max-model-len", "2048", "--num-kv-blocks", "1200", *WAYS[way])
-        with serving(options.model, flags) as (port, _, _):
+        with serving(options.model, flags) as (port, server, _):
+            idle = pss_mib(server.pid)
             results[way] = summary(asyncio.run(drive(port, options)), options.seconds)
+            results[way] |= {"idle_pss_mib": idle, "pss_mib": pss_mib(server.pid)}
         print(f"{way:28} {json.dumps(results[way])}", flush=True)
-    load = {name: getattr(options, name) for name in ("model", "seconds", "streams", "prompt", "every")}
+    load = {name: getattr(options, name) for name in ("seconds", "streams", "prompt", "every")}
+    load["model"] = Path(options.model).name
     report = {"load": load, "cores": host.usable_cores(), "processor": platform.processor(), "results": results}
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

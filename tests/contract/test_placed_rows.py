@@ -6,11 +6,15 @@ from functools import cache
 
 import pytest
 import torch
+from cuda_engines import cuda_open, on_emulated_device
+from cuda_models import kernel_folder
 from disaggregated import PLACED, pair
 from emulated_device import EmulatedIpcConnector, EmulatedMemory
 from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
+from two_engines import storages, two_engines
 
+from triblade.disagg.one_process import OneProcess
 from triblade.disagg.placed_rows import quantization
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout
@@ -110,3 +114,18 @@ def test_without_access_rows_are_sent_and_the_reason_is_said_once(caplog: pytest
         assert workers.remote.counts.num_complete == 2
     told = [record for record in caplog.records if "instead of placing them: no peer access" in record.getMessage()]
     assert len(told) == 1
+
+
+def test_two_engines_of_one_process_on_a_device(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share the weights there, and rows are placed."""
+    on_emulated_device(kernel_folder(tmp_path_factory), monkeypatch)
+    monkeypatch.setattr(OneProcess, "row_memory", lambda _, pool: EmulatedMemory(EmulatedIpcConnector()))
+    opened, settings = cuda_open(), {"deterministic": False, "block_size": 16, "num_kv_blocks": 80}
+    expected = tiny_llm(opened, **settings).generate([IDS], GREEDY)[0][0].token_ids
+    with two_engines(opened, **settings) as roles:
+        assert roles.prefill.runner.executor.name == roles.decode.runner.executor.name == "cuda"
+        assert storages(roles.prefill) == storages(roles.decode)
+        assert roles.generate([IDS], GREEDY)[0][0].token_ids == expected
+        assert roles.counts.num_complete == roles.counts.num_fetches == 1

@@ -16,7 +16,7 @@ from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
 from triblade.config import EngineConfig
-from triblade.disagg import peer, prefill, prefill_transfers, sockets, worker
+from triblade.disagg import peer, prefill, prefill_transfers, sockets
 from triblade.disagg.client_port import ClientPort
 from triblade.disagg.codecs import Sender
 from triblade.disagg.fetcher import Fetcher
@@ -27,6 +27,7 @@ from triblade.disagg.remote_client import RemoteClient
 from triblade.disagg.rpc import Welcome
 from triblade.disagg.sockets import SocketLink, connected, listening
 from triblade.disagg.wire import Cancel, State
+from triblade.disagg.worker import with_smaller_chunks
 from triblade.engine.client import EngineLoad
 from triblade.engine.local import LocalClient
 from triblade.errors import MemoryBudgetError, TribladeError, UnsupportedError
@@ -361,21 +362,20 @@ def test_a_step_without_memory_makes_the_next_ones_smaller(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("fits", "taken"), [(512, 512), (200, 128), (16, 16)])
 def test_chunks_that_do_not_fit_are_halved_before_anything_is_loaded(
-    fits: int, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fits: int, taken: int, caplog: pytest.LogCaptureFixture
 ) -> None:  # row P6
-    def build(config: EngineConfig, make_pool: object) -> EngineConfig:
+    def build(config: EngineConfig) -> Any:
         if config.max_num_batched_tokens > fits:
             raise MemoryBudgetError("too little")
         return config
 
-    monkeypatch.setattr(worker, "build_engine", build)
     config = EngineConfig(model="m", max_num_batched_tokens=512, max_num_seqs=64)
-    made: Any = worker.build_with_smaller_chunks(config)
+    made: Any = with_smaller_chunks(config, build)
     assert (made.max_num_batched_tokens, made.max_num_seqs) == (taken, min(64, taken))
     assert (f"prefill chunks of {taken} tokens" in caplog.text) == (taken < 512)
 
 
-def test_a_prefill_worker_without_room_for_the_least_chunk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "build_engine", failing(print, 1, MemoryBudgetError("too little")))
+def test_a_prefill_worker_without_room_for_the_least_chunk_says_so() -> None:
+    build: Any = failing(print, 1, MemoryBudgetError("too little"))
     with pytest.raises(MemoryBudgetError, match="too little"):
-        worker.build_with_smaller_chunks(EngineConfig(model="m", max_num_batched_tokens=16, max_num_seqs=8))
+        with_smaller_chunks(EngineConfig(model="m", max_num_batched_tokens=16, max_num_seqs=8), build)

@@ -18,6 +18,7 @@ import openai
 import pytest
 from live_server import eventually
 from real_server import RealServer, real_server
+from request_kinds import check_every_kind
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "2048", "--num-kv-blocks", "480", "--port", "0")
 WORKERS = (
@@ -123,6 +124,10 @@ def test_chat_choices_and_logprobs(workers: RealServer) -> None:  # G14
     assert len(answer.choices) == 3
     assert all(choice.logprobs is not None for choice in answer.choices)
     assert workers.http.get("/health").status_code == 200
+
+
+def test_every_kind_of_request(workers: RealServer, server: RealServer) -> None:
+    check_every_kind(workers, server)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tiny import prompt
 from tiny_engine import open_tiny, tiny_llm
 
 from triblade.engine.cuda import CudaExecutor, why_not_cuda
+from triblade.engine.cuda_steps import ONE_RECORDS, recording
 from triblade.engine.request import Request
 from triblade.engine.runner import ModelRunner
 from triblade.engine.scheduler import ScheduledRequest
@@ -335,3 +338,26 @@ def test_vectors_of_prompts(pooling: Any, folder: Path, monkeypatch: pytest.Monk
     ours = torch.tensor([choice.embedding for (choice,) in found])
     assert (ours * torch.tensor(reference.embed(wanted, pooling))).sum(-1).min() > 0.99
     llm.engine.check_idle()
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_steps_are_recorded_one_at_a_time_in_the_threads_stream(
+    is_default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded kernel keeps the priority of the stream it was recorded in; the default stream cannot be recorded."""
+    recorded: list[dict[str, Any]] = []
+
+    @contextmanager
+    def graph(_: object, **options: Any) -> Iterator[None]:
+        recorded.append(options | {"alone": ONE_RECORDS.locked()})
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default" if is_default else "high")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    with recording("graph", "pool"):
+        recorded.append({})
+    stream = None if is_default else "high"
+    expected = {"pool": "pool", "stream": stream, "capture_error_mode": "thread_local", "alone": True}
+    assert recorded == [expected, {}]
+    assert not ONE_RECORDS.locked()

@@ -26,10 +26,15 @@ def cuda_open(name: str = "llama", **overrides: Any) -> OpenModel:
     return replace(open_tiny(name, **{**SIZES, **overrides}), dtype=torch.bfloat16)
 
 
-def cuda_llm(model: OpenModel, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
-    """An engine around it; kernels are compiled into `folder`."""
+def on_emulated_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are built from now on are; kernels are compiled into `folder`."""
     monkeypatch.setattr(build, "choose_kernels", lambda *_: "cuda")
     monkeypatch.setattr(build, "CudaDevice", lambda *_: EmulatedDevice(folder))
     monkeypatch.setattr(build, "CudaExecutor", RecordingExecutor)
+
+
+def cuda_llm(model: OpenModel, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
+    """An engine around it; kernels are compiled into `folder`."""
+    on_emulated_device(folder, monkeypatch)
     settings = {"block_size": 16, "num_kv_blocks": 40, "device": "cpu", **options}
     return LLM.from_engine(assemble(EngineConfig(model=model.name, **settings), model, torch.device("cpu")))

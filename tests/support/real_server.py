@@ -31,6 +31,7 @@ class RealServer:
     http: httpx.Client
     openai: OpenAI
     log: list[str]
+    pid: int
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
@@ -59,7 +60,7 @@ def real_server(model: Path, options: Sequence[str] = OPTIONS, name: str = "smol
                 httpx.Client(base_url=url, timeout=60) as http,
                 OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as openai,
             ):
-                yield RealServer(url, http, openai, log)
+                yield RealServer(url, http, openai, log, process.pid)
         finally:
             process.terminate()
             reader.join()

@@ -18,7 +18,7 @@ from triblade.deploy.accepted import Accepted, check, release
 from triblade.deploy.checkpoint import check_checkpoint, head_method
 from triblade.deploy.draft_table import draft_table
 from triblade.deploy.flags import flags
-from triblade.deploy.kubernetes import ADAPTER, MANIFESTS, VALUES, manifests
+from triblade.deploy.kubernetes import ADAPTER, LLM_D, MANIFESTS, VALUES, manifests
 from triblade.deploy.ray_app import FILE, ray_files
 from triblade.deploy.speculative import DRAFTS, DraftFacts
 from triblade.deploy.translation import Translation, translate
@@ -393,6 +393,64 @@ def test_prefill_and_decode_pods() -> None:
     assert [model["replicaCount"] for model in values["servingEngineSpec"]["modelSpec"]] == [2, 3]
     mounts = values["servingEngineSpec"]["modelSpec"][0]["extraVolumeMounts"]
     assert mounts == [{"name": "model", "mountPath": "/models", "readOnly": True}]
+
+
+def test_values_of_charts_make_valid_pods(cluster: tuple[Translation, DeployConfig]) -> None:
+    """llm-d's chart puts containers into pods as they are."""
+    translation, where = cluster
+    files = manifests(where, CUDA, translation)
+    assert (LLM_D in files) == (VALUES in files) == all(role.nodes == 1 for role in translation.roles)
+    values = yaml.safe_load(files[LLM_D]) if LLM_D in files else {}
+    for role in ("prefill", "decode"):
+        pods = values.get(role, {"create": False})
+        if pods["create"]:
+            (one,) = pods["containers"]
+            container = {
+                name: one[name] for name in ("name", "image", "command", "args", "env", "ports", "volumeMounts")
+            }
+            spec = {"containers": [{**container, **one["extraConfig"]}], "volumes": pods["volumes"]}
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": spec}
+            kubernetes_validate.validate(pod, "1.33", strict=True)
+            assert str(one["ports"][0]["containerPort"]) == one["args"][one["args"].index("--port") + 1]
+    for scaler in values.get("extraObjects", ()):
+        kubernetes_validate.validate(scaler, "1.33", strict=True)
+        assert scaler["spec"]["scaleTargetRef"]["name"] == f"{values['fullnameOverride']}-decode"
+
+
+def test_llm_d_has_prefill_and_decode_alone() -> None:
+    of, options = CLUSTERS["pd"]
+    where = config(target="kubernetes", name="llm", served_model_name=("chat",), **options)
+    values = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[LLM_D])
+    assert (values["prefill"]["replicas"], values["decode"]["replicas"]) == (2, 3)
+    assert values["routing"]["proxy"] == {"enabled": True, "targetPort": 8200, "secure": False}
+    assert [values[role]["containers"][0]["ports"][0]["containerPort"] for role in ("prefill", "decode")] == [
+        8000,
+        8200,
+    ]
+    assert values["modelArtifacts"]["uri"] == "pvc://models/llama-int4"
+    assert values["modelArtifacts"]["name"] == "chat"
+    assert values["extraObjects"][0]["spec"]["maxReplicas"] == 6
+    of, options = CLUSTERS["one"]
+    whole = yaml.safe_load(manifests(where, CUDA, translate(of, config(target="kubernetes", **options), CUDA))[LLM_D])
+    assert (whole["prefill"]["create"], whole["routing"]["proxy"]["enabled"]) == (False, False)
+    assert whole["decode"]["parallelism"]["tensor"] == 1
+
+
+def test_the_production_stack_takes_plain_variables_and_mounts_shared_memory_for_its_own_option() -> None:
+    of, options = CLUSTERS["pd"]
+    where = config(target="kubernetes", **options)
+    prefill, decode = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[VALUES])["servingEngineSpec"][
+        "modelSpec"
+    ]
+    assert {frozenset(one) for one in prefill["env"]} == {frozenset({"name", "value"})}
+    assert ("keda" in prefill, decode["keda"]["maxReplicaCount"]) == (False, 6)
+    of, options = CLUSTERS["tensor"]
+    where = config(target="kubernetes", **options)
+    (one,) = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[VALUES])["servingEngineSpec"][
+        "modelSpec"
+    ]
+    assert one["vllmConfig"]["tensorParallelSize"] == 8
+    assert not {"--tensor-parallel-size", "--host", "--port", "8"} & set(one["vllmConfig"]["extraArgs"])
 
 
 def test_losses_stand_in_the_files() -> None:

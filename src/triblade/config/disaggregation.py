@@ -11,6 +11,7 @@ from triblade.config.checks import require_address, require_at_least, require_po
 from triblade.errors import ConfigError
 
 ConnectorName = Literal["shm", "tcp", "cuda-ipc"]
+Isolation = Literal["process", "thread"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,10 @@ class TopologyConfig:
     decode_workers: int = 0
     """Workers that answer requests; needed with prefill workers. Without those, several engines share the requests."""
 
+    pd_isolation: Isolation = "process"
+    """`process` gives every worker its own process and its own weights; `thread` has one prefill and one decode engine in the
+    server's process, which share the weights and end together."""
+
     pd_memory: str = "30:70"
     """Memory of all prefill workers to that of all decode workers, where these do not have a device each."""
 
@@ -95,6 +100,7 @@ class TopologyConfig:
             raise ConfigError(
                 f"prefill_workers: {self.prefill_workers} without a decode worker", hint="add --decode-workers 1"
             )
+        self._check_isolation()
         if self.prefill_address and not self.decode_workers:
             raise ConfigError(
                 f"prefill_address is for decode workers that are started here, got: {', '.join(self.prefill_address)}",
@@ -105,6 +111,16 @@ class TopologyConfig:
                 require_address(name, address)
         require_positive("attach_timeout_s", self.attach_timeout_s)
         _ = self.shares
+
+    def _check_isolation(self) -> None:
+        counts = (self.prefill_workers, self.decode_workers)
+        if self.pd_isolation == "thread" and (counts != (1, 1) or self.decode_address or self.prefill_address):
+            elsewhere = len(self.decode_address) + len(self.prefill_address)
+            raise ConfigError(
+                "pd_isolation thread is one prefill and one decode worker in this process, "
+                f"got: {counts[0]} and {counts[1]}, and {elsewhere} elsewhere",
+                hint="use --prefill-workers 1 --decode-workers 1, or --pd-isolation process",
+            )
 
     @property
     def is_distributed(self) -> bool:

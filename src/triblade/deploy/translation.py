@@ -53,6 +53,7 @@ CONNECTOR_LOST = {
 }
 TRANSFER_OWN = ("connector", "lease_s", "remote_prefill_tokens")
 TOPOLOGY_LOST = {
+    "pd_isolation": "prefill and decode are engines of their own, each with its weights",
     "worker_restarts": "an engine that ends is not started again here; a cluster does",
     "decode_address": "engines that run elsewhere are not joined",
     "prefill_address": "engines that run elsewhere are not joined",

@@ -93,7 +93,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     whole = prepare(engine, model, device, copies=1 if devices.shares else sum(counts.values()))
     processes: list[WorkerProcess] = []
     for role, share in zip(counts, topology.shares, strict=True):
-        own = _engine_of(role, engine, whole, 1.0 if devices.shares else share / max(1, counts[role]))
+        own = engine_of(role, engine, whole, 1.0 if devices.shares else share / max(1, counts[role]))
         for number in range(counts[role]):
             addresses = tuple(process.address for process in processes if process.role == "prefill")
             addresses += topology.prefill_address
@@ -117,7 +117,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     return processes
 
 
-def _engine_of(role: WorkerRole, engine: EngineConfig, whole: Preparation, share: float) -> EngineConfig:
+def engine_of(role: WorkerRole, engine: EngineConfig, whole: Preparation, share: float) -> EngineConfig:
     """One worker's engine: its share of the KV cache. A prefill worker drafts only to fill a drafter's part of the rows."""
     blocks = max(1, int(whole.plan.num_kv_blocks * share))
     own = replace(engine, num_kv_blocks=blocks, kv_cache_memory_bytes=None, cpu_cores=())

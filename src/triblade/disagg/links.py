@@ -8,6 +8,7 @@ for a broken one. `LocalLink` joins two workers of one process; sockets are in `
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,9 +150,8 @@ class LocalLink:
 
     def send(self, message: Message, *, file: int | None = None) -> None:
         """See `Link`."""
-        assert file is None, "within a process there is nothing to hand over"
         if self._other is not None:
-            self._other._take(message)
+            self._other._take(message, file)
 
     @property
     def unsent_bytes(self) -> int:
@@ -167,10 +167,12 @@ class LocalLink:
     def join(self) -> None:
         """See `Link`."""
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message, file: int | None) -> None:
         with self._lock:
             if self._closed:
                 return
+            if file is not None:
+                self.file = os.dup(file)
             if self._receiver is None:
                 self._early.append(message)
             else:
@@ -206,8 +208,9 @@ class LocalConnector:
         accept(theirs)
         return ours
 
-    def row_memory(self, pool: Tensor) -> None:
+    def row_memory(self, pool: Tensor) -> RowMemory | None:
         """See `Connector`."""
+        return None
 
 
 class _LocalListener:

@@ -120,9 +120,10 @@ class Peer:
             link.send(message)
 
     def leave(self) -> None:
-        """Break the link."""
+        """Break the link, on purpose."""
         link = self._link
         if link is not None:
+            self.is_ready = False  # so that its end is no loss
             link.close()
             link.join()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
 
@@ -23,12 +24,13 @@ class SharedPool:
     """Memory for a pool of rows, [num_blocks, row_bytes] bytes of zeros that cost nothing until they are written.
 
     Attributes:
-        file: its descriptor, to be sent to readers; it is closed with the process.
+        file: its descriptor, to be sent to readers; it is closed when nobody holds this object any more.
         rows: the memory.
     """
 
     def __init__(self, num_blocks: int, row_bytes: int) -> None:
         self.file = os.memfd_create("triblade-kv", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, num_blocks * row_bytes)
         self.rows = mapped(self.file, num_blocks, row_bytes)
 

@@ -12,9 +12,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ from triblade.disagg.remote import RemotePrefill, connect_prefill
 from triblade.disagg.rpc import CLIENT_PROTOCOL, Welcome
 from triblade.disagg.shared_rows import SharedPool
 from triblade.disagg.sockets import is_path, listening
-from triblade.engine.build import MakePool, build_engine
+from triblade.engine.build import build_engine
 from triblade.engine.client import EngineLoad
 from triblade.engine.engine import Engine
 from triblade.engine.local import LocalClient
@@ -110,7 +111,8 @@ async def _serve_prefill(engine: EngineConfig, worker: WorkerConfig, transfer: T
         pools.append(SharedPool(num_blocks, row_bytes))
         return pools[-1].rows
 
-    built = await asyncio.to_thread(build_with_smaller_chunks, engine, make_pool if connector.carries_files else None)
+    build = partial(build_engine, make_pool=make_pool if connector.carries_files else None)
+    built = await asyncio.to_thread(with_smaller_chunks, engine, build)
     host.keep_objects()
     memory = row_memory_of(connector, built.runner.executor.cache.pool)
     service = PrefillService(built, transfer, pools[-1] if pools else None, memory)
@@ -127,8 +129,9 @@ async def _serve_decode(engine: EngineConfig, worker: WorkerConfig, transfer: Tr
     built = await asyncio.to_thread(build_engine, engine)
     host.keep_objects()
     client = LocalClient(built)
-    link = Prefillers(built, client, worker, transfer)
-    port = ClientPort(client, welcome(built), link.load)
+    connector: Connector = CONNECTORS[transfer.connector]()
+    prefillers = Prefillers(built, client, transfer, connector, worker.prefill_address)
+    port = ClientPort(client, welcome(built), lambda: prefillers.added_to(client.load()))
     listener = listening(worker.address, port.accept, CLIENT_PROTOCOL)
     log.info("decode worker at %s", listener.address)
     try:
@@ -138,26 +141,40 @@ async def _serve_decode(engine: EngineConfig, worker: WorkerConfig, transfer: Tr
     finally:
         listener.close()
         await port.close()
-        link.close()
+        prefillers.close()
         await asyncio.to_thread(client.close)
 
 
 class Prefillers:
-    """A decode worker's prefill workers, if it has some."""
+    """A decode engine's prefill workers, if it has some."""
 
-    def __init__(self, engine: Engine, client: LocalClient, worker: WorkerConfig, transfer: TransferConfig) -> None:
-        self._client = client
+    def __init__(
+        self,
+        engine: Engine,
+        client: LocalClient,
+        transfer: TransferConfig,
+        connector: Connector,
+        addresses: Sequence[str],
+    ) -> None:
         self._remote: RemotePrefill | None = None
         self._fetcher: Fetcher | None = None
-        if worker.prefill_address:
-            connector: Connector = CONNECTORS[transfer.connector]()
+        if addresses:
             self._remote, self._fetcher = connect_prefill(
-                engine, client.call_between_steps, transfer, connector, list(worker.prefill_address)
+                engine, client.call_between_steps, transfer, connector, list(addresses)
             )
 
-    def load(self) -> EngineLoad:
+    @property
+    def num_ready(self) -> int:
+        """That can be asked."""
+        return 0 if self._fetcher is None else self._fetcher.num_ready
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why some cannot."""
+        return [] if self._fetcher is None else self._fetcher.refusals
+
+    def added_to(self, load: EngineLoad) -> EngineLoad:
         """The engine's, with what became of transfers and how the prefill workers are."""
-        load = self._client.load()
         if self._remote is None or self._fetcher is None:
             return load
         states = self._fetcher.states
@@ -193,7 +210,7 @@ def welcome(engine: Engine) -> Welcome:
     )
 
 
-def build_with_smaller_chunks(config: EngineConfig, make_pool: MakePool | None = None) -> Engine:
+def with_smaller_chunks(config: EngineConfig, build: Callable[[EngineConfig], Engine]) -> Engine:
     """An engine whose steps are as small as its memory asks for (row P6).
 
     Raises:
@@ -201,7 +218,7 @@ def build_with_smaller_chunks(config: EngineConfig, make_pool: MakePool | None =
     """
     while True:
         try:
-            return build_engine(config, make_pool)
+            return build(config)
         except MemoryBudgetError as error:
             chunk = config.max_num_batched_tokens // 2
             if chunk < LEAST_CHUNK_TOKENS:

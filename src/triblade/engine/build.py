@@ -26,18 +26,23 @@ from triblade.engine.executor import StepExecutor, TorchExecutor
 from triblade.engine.linear_choice import OWN as OWN_PRODUCTS
 from triblade.engine.linear_choice import choose_products
 from triblade.engine.memory import MemoryPlan, Room, explained, plan_memory
-from triblade.engine.native import NativeExecutor
+from triblade.engine.native import NativeExecutor, in_one_piece
 from triblade.engine.native_program import NativeOptions, make_team, why_not_native
 from triblade.engine.probe import warn_if_never_right
 from triblade.engine.runner import PROMPT_LOGITS_ROWS, ModelRunner
 from triblade.engine.scheduler import Scheduler
 from triblade.engine.speculation import Speculator, make_policy
+from triblade.engine.weights import SharedWeights
 from triblade.errors import MemoryBudgetError, UnsupportedError
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import KVLayout, LayerGroup
 from triblade.kv.wire_rotation import rope_identity
+from triblade.models.decoder import Decoder, DecoderWeights
 from triblade.models.loader import OpenModel, open_model
+from triblade.ops.backend import Linear
 from triblade.ops.cuda.device import LEAST_CAPABILITY, CudaDevice, why_no_compiler
+from triblade.ops.cuda.packing import DeviceMatrix
+from triblade.ops.packing import PackedMatrix
 from triblade.ops.select import select_backend, select_device
 from triblade.quant.device_weights import DeviceReader, device_bytes
 from triblade.quant.packed_weights import PackingReader, packed_bytes
@@ -66,7 +71,7 @@ class Preparation:
 
 
 def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies: int = 1) -> Preparation:
-    """Choose kernels and plan memory, for `copies` engines that share one KV cache's memory.
+    """Choose kernels and plan memory, for `copies` engines that share one KV cache's memory; for none, the weights are there.
 
     Raises:
         TribladeError: something does not fit, with what to do.
@@ -75,7 +80,8 @@ def prepare(config: EngineConfig, model: OpenModel, device: torch.device, copies
     drafter = plan_drafter(config, model, kernels=kernels)
     layout = kv_layout(config, model, kernels == "native", drafter.layers if drafter else None)
     weight_bytes = _weight_bytes(config, model, kernels) + (drafter.weight_bytes if drafter else 0)
-    plan = plan_for(config, model, layout, copies * weight_bytes, device)
+    loaded_bytes = 0 if copies else weight_bytes
+    plan = plan_for(config, model, layout, max(1, copies) * weight_bytes, device, loaded_bytes)
     layout = replace(layout, rope=rope_identity(model.config, plan.context_length))
     return Preparation(kernels, drafter, layout, plan)
 
@@ -94,9 +100,16 @@ def build_engine(config: EngineConfig, make_pool: MakePool | None = None) -> Eng
     return assemble(config, model, device, make_pool)
 
 
-def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_pool: MakePool | None = None) -> Engine:
-    """Wire an engine around an opened model."""
-    parts = prepare(config, model, device)
+def assemble(
+    config: EngineConfig,
+    model: OpenModel,
+    device: torch.device,
+    make_pool: MakePool | None = None,
+    weights: SharedWeights | None = None,
+) -> Engine:
+    """Wire an engine around an opened model; `weights` are those that it shares with other engines of this process."""
+    weights = weights or SharedWeights()
+    parts = prepare(config, model, device, copies=0 if weights.are_loaded else 1)
     plan, drafter_plan = parts.plan, parts.drafter
     _log_plan(plan, config.max_model_len or model.config.context_length)
     start = time.monotonic()
@@ -105,7 +118,7 @@ def assemble(config: EngineConfig, model: OpenModel, device: torch.device, make_
         if make_pool is not None and device.type == "cpu":
             pool = make_pool(plan.num_kv_blocks, parts.layout.row_bytes)
         cache = KVCache(parts.layout, plan.num_kv_blocks, model.dtype, device, pool)
-        target = _load(config, model, parts.kernels, cache, plan.context_length)
+        target = _load(config, model, parts, cache, weights)
         drafter = drafter_plan.build(target) if drafter_plan else None
     model.checkpoint.release()
     host.return_code_pages()
@@ -143,22 +156,27 @@ def _log_plan(plan: MemoryPlan, wanted_context: int) -> None:
         log.warning("context cut to %d tokens of the model's %d by memory", plan.context_length, wanted_context)
 
 
-def _load(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: KVCache, context_length: int) -> TargetParts:
+def _load(
+    config: EngineConfig, model: OpenModel, parts: Preparation, cache: KVCache, weights: SharedWeights
+) -> TargetParts:
     """The weights, in an executor."""
     executor: StepExecutor
-    team = None
-    attention = _attention(config, model, kernels, cache)
-    if kernels == "native":
+    team, context_length = None, parts.plan.context_length
+    attention = _attention(config, model, parts.kernels, cache)
+    if parts.kernels == "native":
         team = make_team(config.threads or host.usable_cores(), config.spin_us, config.cpu_cores)
-        executor = native_executor(config, model, cache, context_length, team)
-    elif kernels == "cuda":
-        executor = cuda_executor(config, model, cache, context_length, attention)
+        packed = weights.once("target", lambda: native_weights(config, model))
+        executor = native_executor(config, model, packed, cache, context_length, team)
+    elif parts.kernels == "cuda":
+        on_device = weights.once("target", lambda: cuda_weights(config, model, cache.pool.device))
+        executor = cuda_executor(config, model, on_device, cache, context_length, attention)
     else:
-        executor = torch_executor(config, model, cache, context_length, attention)
+        dense = weights.once("target", lambda: model.read(cache.pool.device))
+        executor = torch_executor(config, model, dense, cache, context_length, attention)
     choose_products(config.linear_backend, executor)
     if isinstance(executor, CudaExecutor):
         executor.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
-    return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team)
+    return TargetParts(executor=executor, cache=cache, context_length=context_length, team=team, weights=weights)
 
 
 def _scheduler(config: EngineConfig, num_blocks: int, executor: StepExecutor) -> Scheduler:
@@ -229,12 +247,22 @@ def _attention(config: EngineConfig, model: OpenModel, kernels: Kernels, cache: 
     return choose_attention(config.attention_backend, default, needs, cache)
 
 
-def native_executor(
-    config: EngineConfig, model: OpenModel, cache: KVCache, context_length: int, team: Any
-) -> NativeExecutor:
-    """Pack the weights and record the step program."""
-    weights = PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read()
+def native_weights(config: EngineConfig, model: OpenModel) -> DecoderWeights[PackedMatrix]:
+    """Pack the weights."""
+    weights = in_one_piece(PackingReader(model.checkpoint, model.config, model.dtype, config.quantization).read())
     model.checkpoint.release()
+    return weights
+
+
+def native_executor(
+    config: EngineConfig,
+    model: OpenModel,
+    weights: DecoderWeights[PackedMatrix],
+    cache: KVCache,
+    context_length: int,
+    team: Any,
+) -> NativeExecutor:
+    """Record the step program."""
     options = NativeOptions(
         vocab_size=model.vocab_size,
         max_tokens=config.max_num_batched_tokens,
@@ -246,23 +274,27 @@ def native_executor(
     return NativeExecutor(model.config, weights, cache, context_length, options, team)
 
 
+def cuda_weights(config: EngineConfig, model: OpenModel, device: torch.device) -> DecoderWeights[DeviceMatrix]:
+    """Pack the weights on the device."""
+    return DeviceReader(model.checkpoint, model.config, model.dtype, device, config.quantization).read()
+
+
 def cuda_executor(
     config: EngineConfig,
     model: OpenModel,
+    weights: DecoderWeights[DeviceMatrix],
     cache: KVCache,
     context_length: int,
     attention: StepAttention | None = None,
 ) -> CudaExecutor:
-    """Pack the weights on the device."""
-    memory = cache.pool.device
-    weights = DeviceReader(model.checkpoint, model.config, model.dtype, memory, config.quantization).read()
+    """Make ready what steps on the device launch."""
     executor = CudaExecutor(
         model.config,
         weights,
         cache,
         context_length=context_length,
         vocab_size=model.vocab_size,
-        device=CudaDevice(memory, cache_dir() / KERNEL_CACHE),
+        device=CudaDevice(cache.pool.device, cache_dir() / KERNEL_CACHE),
     )
     if attention is not None:
         executor.attend_by(attention)
@@ -272,14 +304,16 @@ def cuda_executor(
 def torch_executor(
     config: EngineConfig,
     model: OpenModel,
+    weights: DecoderWeights[Linear],
     cache: KVCache,
     context_length: int,
     attention: StepAttention | None = None,
 ) -> TorchExecutor:
-    """Load dense weights for the reference kernels; without `attention` theirs is used."""
+    """The reference kernels over dense weights; without `attention` theirs is used."""
     softcap = model.config.attention_softcap is not None
     backend, _ = select_backend(config.attention_backend, deterministic=config.deterministic, softcap=softcap)
-    return TorchExecutor(model.load(context_length, backend, cache.pool.device), cache, model.vocab_size, attention)
+    decoder = Decoder(model.config, weights, backend, context_length)
+    return TorchExecutor(decoder, cache, model.vocab_size, attention)
 
 
 def kv_layout(config: EngineConfig, model: OpenModel, is_native: bool, draft: LayerGroup | None = None) -> KVLayout:
@@ -302,14 +336,19 @@ def _kv_dtype(config: EngineConfig, model: OpenModel) -> str:
 
 
 def plan_for(
-    config: EngineConfig, model: OpenModel, layout: KVLayout, weight_bytes: int, device: torch.device
+    config: EngineConfig,
+    model: OpenModel,
+    layout: KVLayout,
+    weight_bytes: int,
+    device: torch.device,
+    loaded_bytes: int = 0,
 ) -> MemoryPlan:
-    """Plan against the memory that is free now.
+    """Plan against the memory that is free now; `loaded_bytes` of the weights are not taken again.
 
     Raises:
         MemoryBudgetError: it does not fit.
     """
-    available = available_bytes(device)
+    available = available_bytes(device) + loaded_bytes
     scratch = scratch_bytes(model.config) if device.type == "cuda" else 0
     memory = Room(available_bytes=available, is_own=device.type == "cuda", scratch_bytes=scratch)
     plan = plan_memory(config, model.config, layout, weight_bytes, memory)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from triblade.engine.cuda import BUCKETS, MOST_ROWS, QUERIES, CudaExecutor, bucket_of
 from triblade.engine.cuda_decoder import CudaDecoder, Group
-from triblade.engine.cuda_steps import NO_SLOT, Shape, blocks_of, slots_of
+from triblade.engine.cuda_steps import NO_SLOT, Shape, blocks_of, recording, slots_of
 from triblade.engine.drafters import TargetParts
 from triblade.models.decoder import DecoderWeights
 from triblade.ops.backend import Linear
@@ -127,7 +127,8 @@ class CudaEagle:
         assert isinstance(target.executor, CudaExecutor)
         self._target = target.executor
         self._device = target.cache.pool.device
-        weights = device_weights(checkpoint, self._device, self._target.embedding.codes.dtype)
+        dtype = self._target.embedding.codes.dtype
+        weights = target.weights.once("draft", lambda: device_weights(checkpoint, self._device, dtype))
         self._decoder = HeadDecoder(checkpoint, weights, target)
         self._block_size = target.cache.layout.block_size
         self._width = target.cache.layout.blocks_for(target.context_length)
@@ -208,7 +209,7 @@ class CudaEagle:
                 self._run(guessing)  # compiles and loads
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                with recording(graph, self._pool):
                     self._run(guessing)
             self._recorded[key] = guessing, graph
         return self._recorded[key]

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from triblade.ops.cuda.attention import Sequences
 from triblade.ops.cuda.vectors import DRAW_COLUMNS
 
 NO_SLOT = -1
+ONE_RECORDS = Lock()  # torch's rule for a process, whatever number of engines it has
 RESULTS = 2  # steps whose tokens the host has not read: the one that runs and the one behind it
 
 Integers = NDArray[np.int32]
@@ -99,6 +102,18 @@ class Flight:
     number: int  # in the chain
     slot: int  # of results
     goes_on: bool  # whether every item took one token, so that the next step can follow by itself
+
+
+@contextmanager
+def recording(graph: Any, pool: Any) -> Iterator[None]:
+    """Launches within become the graph (torch.cuda.CUDAGraph); its kernels keep the priority of the calling thread's stream.
+
+    The default stream cannot be recorded: torch takes one of its own then. Other threads may allocate meanwhile.
+    """
+    stream = torch.cuda.current_stream()
+    own = None if stream == torch.cuda.default_stream() else stream
+    with ONE_RECORDS, torch.cuda.graph(graph, pool=pool, stream=own, capture_error_mode="thread_local"):
+        yield
 
 
 class RecordedSteps:
@@ -223,7 +238,7 @@ class RecordedSteps:
         self._run(inputs, shape.queries, draws)
         torch.cuda.synchronize(self._memory)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with recording(graph, self._pool):
             self._run(inputs, shape.queries, draws)
         return Recorded(graph, inputs, shape, draws)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from triblade.config import DType, EngineConfig
-from triblade.engine.build import cuda_executor, native_executor, torch_executor
+from triblade.engine.build import cuda_executor, cuda_weights, native_executor, native_weights, torch_executor
 from triblade.engine.cuda import why_not_cuda
 from triblade.engine.drafters import Kernels, TargetParts, kv_layers
 from triblade.engine.executor import StepExecutor
@@ -62,11 +62,14 @@ class ModelDraftPlan:
         context_length = min(target.context_length, draft.config.context_length)
         executor: StepExecutor
         if self.kernels == "native":
-            executor = native_executor(config, draft, cache, context_length, target.team)
+            packed = target.weights.once("draft", lambda: native_weights(config, draft))
+            executor = native_executor(config, draft, packed, cache, context_length, target.team)
         elif self.kernels == "cuda":
-            executor = cuda_executor(config, draft, cache, context_length)
+            on_device = target.weights.once("draft", lambda: cuda_weights(config, draft, cache.pool.device))
+            executor = cuda_executor(config, draft, on_device, cache, context_length)
         else:
-            executor = torch_executor(config, draft, cache, context_length)
+            dense = target.weights.once("draft", lambda: draft.read(cache.pool.device))
+            executor = torch_executor(config, draft, dense, cache, context_length)
         draft.checkpoint.release()
         limits = DraftLimits(
             context_length=context_length,

@@ -6,11 +6,12 @@ drafters share with their target stands in `TargetParts`; nobody reaches into th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from triblade.config import EngineConfig
 from triblade.engine.executor import StepExecutor
+from triblade.engine.weights import SharedWeights
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import LayerGroup
 from triblade.models.config import ModelConfig
@@ -30,12 +31,14 @@ class TargetParts:
         cache: the pool; `cache.draft()` holds the drafter's layers where its plan asked for some.
         context_length: tokens of the longest sequence.
         team: threads of the native backend; None on others.
+        weights: where those of the drafter are kept, for engines that share them.
     """
 
     executor: StepExecutor
     cache: KVCache
     context_length: int
     team: Any | None
+    weights: SharedWeights = field(default_factory=SharedWeights)
 
 
 class DrafterPlan(Protocol):

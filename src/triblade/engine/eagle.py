@@ -30,7 +30,7 @@ from triblade.kv.layout import LayerGroup
 from triblade.models.loader import OpenModel
 from triblade.ops.packing import PackedMatrix, QuantizedMatrix, interleaved_halves, pack_quantized
 from triblade.spec.drafter import DraftItem
-from triblade.spec.eagle import EagleHead
+from triblade.spec.eagle import EagleHead, EagleWeights
 from triblade.spec.eagle_drafter import EagleDrafter, GuessRun, HeadLimits
 from triblade.spec.eagle_files import EagleCheckpoint, fits, load_eagle
 from triblade.spec.state_memory import StateMemory
@@ -129,8 +129,7 @@ class NativeEagle(NativeProgram):
     ) -> None:
         assert isinstance(target.executor, NativeExecutor)
         super().__init__(checkpoint.config, target.cache.draft(), target.context_length, options)
-        self._weights = checkpoint.weights.mapped(_packed)
-        self._weights = replace(self._weights, layer=replace(self._weights.layer, gate_up=_interleaved(checkpoint)))
+        self._weights = target.weights.once("draft", lambda: _native_weights(checkpoint))
         self._target = target.executor.program
         self._least_chance = least_chance
         config = checkpoint.config
@@ -185,6 +184,11 @@ class NativeEagle(NativeProgram):
         program.head(self._keep(weights.final_norm), config.rms_norm_eps, self._matrix(weights.head), 0.0)
 
 
+def _native_weights(checkpoint: EagleCheckpoint) -> EagleWeights[PackedMatrix]:
+    weights = checkpoint.weights.mapped(_packed)
+    return replace(weights, layer=replace(weights.layer, gate_up=_interleaved(checkpoint)))
+
+
 def _packed(matrix: QuantizedMatrix) -> PackedMatrix:
     return pack_quantized(replace(matrix, scales=matrix.scales.half()))
 
@@ -231,8 +235,10 @@ class EaglePlan:
             head = NativeEagle(self.checkpoint, target, options, self.config.draft_confidence)
         else:
             decoder = executor.decoder
-            dense = self.checkpoint.head(decoder.weights.embedding, decoder.backend, target.context_length)
-            head = TorchEagle(dense, target.cache.draft(), executor.states, self.config.draft_confidence)
+            embedding = decoder.weights.embedding
+            dense = target.weights.once("draft", lambda: self.checkpoint.dense(embedding.weight))
+            own = EagleHead(model, dense, embedding, decoder.backend, target.context_length)
+            head = TorchEagle(own, target.cache.draft(), executor.states, self.config.draft_confidence)
         limits = HeadLimits(
             max_tokens=self.config.max_num_batched_tokens,
             window=model.layers[0].window or target.context_length,

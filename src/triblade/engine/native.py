@@ -1,6 +1,7 @@
 """The native step program as a `StepExecutor`: records the decoder once, then one native call a step.
 
-Takes the weights into one piece of memory. How a layer is recorded stands in `engine.native_program`.
+`in_one_piece` takes the weights into one piece of memory, which several executors may read. How a layer is recorded stands in
+`engine.native_program`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from triblade.engine.batch import StepItem
 from triblade.engine.executor import Choice, Scores
-from triblade.engine.native_program import FlatSteps, NativeOptions, NativeProgram, matrices_of, start_of
+from triblade.engine.native_program import (
+    FlatSteps,
+    NativeOptions,
+    NativeProgram,
+    matrices_of,
+    native_or_error,
+    start_of,
+)
 from triblade.kv.cache import KVCache
 from triblade.kv.layout import ALIGNMENT_BYTES
 from triblade.models.config import ModelConfig
@@ -32,7 +40,7 @@ class NativeExecutor(NativeProgram):
 
     Args:
         config: the model.
-        weights: packed; see `quant.packed_weights`. Their layers are taken out.
+        weights: packed; see `quant.packed_weights` and `in_one_piece`. They are only read.
         cache: with arrangement "tiles".
         context_length: positions of the rope tables.
         options: sizes.
@@ -51,7 +59,7 @@ class NativeExecutor(NativeProgram):
         self._vocab_size = min(options.vocab_size, weights.head.num_rows)
         super().__init__(config, cache, context_length, replace(options, vocab_size=self._vocab_size))
         self._native.advise_huge_pages(cache.pool.data_ptr(), cache.pool.nbytes)
-        self._weights = _in_one_piece(weights, self._native)
+        self._weights = weights
         self._logits = torch.empty(options.max_rows, weights.head.num_rows)
         self._num_kept_layers = 0
         self._open(self._matrices(), team)
@@ -138,11 +146,12 @@ def _packed(choice: Choice | None) -> bytes:
     return _CHOICE.pack(choice.uniform, choice.temperature, choice.min_p * WEIGHT_OF_BEST, allowed)
 
 
-def _in_one_piece(weights: DecoderWeights[PackedMatrix], native: Any) -> DecoderWeights[PackedMatrix]:
+def in_one_piece(weights: DecoderWeights[PackedMatrix]) -> DecoderWeights[PackedMatrix]:
     """The same weights side by side in one allocation with huge pages, in the order in which a step reads them.
 
     Takes the layers out of `weights` as it goes, so that there are never two copies of more than one of them.
     """
+    native = native_or_error()
     tables = [weights.head] if weights.head is weights.embedding else [weights.head, weights.embedding]
     sizes = [_room(m) for layer in weights.layers for m in matrices_of(layer)] + [_room(table) for table in tables]
     arena = torch.empty(sum(sizes) + ALIGNMENT_BYTES, dtype=torch.uint8)

@@ -77,10 +77,15 @@ def make_team(threads: int, spin_us: int = 200, cores: Sequence[int] = ()) -> An
         spin_us: microseconds that an idle thread spins before it parks.
         cores: where to pin the other threads; none: wherever the system puts them.
     """
-    return _module_or_error().Team(threads=threads, spin_us=spin_us, cores=list(cores))
+    return native_or_error().Team(threads=threads, spin_us=spin_us, cores=list(cores))
 
 
-def _module_or_error() -> Any:
+def native_or_error() -> Any:
+    """The compiled module.
+
+    Raises:
+        UnsupportedError: it was not built.
+    """
     native = native_module()
     if native is None:
         raise UnsupportedError("the native module was not built", hint="install a C++ compiler and reinstall triblade")
@@ -98,7 +103,7 @@ class NativeProgram:
     """
 
     def __init__(self, config: ModelConfig, cache: KVCache, context_length: int, options: NativeOptions) -> None:
-        self._native = native = _module_or_error()
+        self._native = native = native_or_error()
         _check_isa(options.isa, native.isas())
         self.name = f"native ({native.isa(options.isa)})"
         self.cache = cache

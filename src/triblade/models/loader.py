@@ -17,11 +17,11 @@ from triblade.config import EngineConfig
 from triblade.errors import ConfigError
 from triblade.models.checkpoint import Checkpoint, open_checkpoint
 from triblade.models.config import ModelConfig, model_config
-from triblade.models.decoder import Decoder
+from triblade.models.decoder import Decoder, DecoderWeights
 from triblade.models.source import resolve
 from triblade.models.tokenizer import Tokenizer
 from triblade.models.weights import load_weights, resolve_tied_head
-from triblade.ops.backend import Backend
+from triblade.ops.backend import Backend, Linear
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,13 @@ class OpenModel:
         """Memory of the weights in `dtype`."""
         return self.config.num_parameters * self.dtype.itemsize
 
+    def read(self, device: torch.device) -> DecoderWeights[Linear]:
+        """The weights, dense."""
+        return load_weights(self.checkpoint, self.config, self.dtype, device)
+
     def load(self, context_length: int, backend: Backend, device: torch.device) -> Decoder:
         """Read the weights."""
-        weights = load_weights(self.checkpoint, self.config, self.dtype, device)
-        return Decoder(self.config, weights, backend, context_length)
+        return Decoder(self.config, self.read(device), backend, context_length)
 
 
 def open_model(config: EngineConfig) -> OpenModel:

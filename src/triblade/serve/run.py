@@ -86,14 +86,16 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def start_engine(server: ServerConfig, topology: TopologyConfig, transfer: TransferConfig) -> StartEngine:
-    """What loads the model: into this process, or into workers."""
+    """What loads the model: into this process, as one engine or as two, or into workers."""
     if not topology.is_distributed:
         return start_local
 
     def start(config: EngineConfig) -> ServedEngine:
         from triblade.disagg.launch import Deployment, start_workers
+        from triblade.disagg.one_process import start_threads
 
-        return start_workers(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
+        begin = start_threads if topology.pd_isolation == "thread" else start_workers
+        return begin(Deployment(config, topology, transfer, server.drain_timeout_s, server.log_level))
 
     return start
 

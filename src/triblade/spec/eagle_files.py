@@ -51,12 +51,14 @@ class EagleCheckpoint:
     digest: str  # SHA-256 of the file of weights (hexadecimal)
 
     def head(self, embedding: Linear, backend: Backend, context_length: int) -> EagleHead:
-        """The head with dense weights, in the type and on the device of the target's embedding."""
-        like = embedding.weight
+        """The head with dense weights beside its target's embedding."""
+        return EagleHead(self.config, self.dense(embedding.weight), embedding, backend, context_length)
+
+    def dense(self, like: Tensor) -> EagleWeights[Linear]:
+        """The weights in the type and on the device of a tensor."""
         weights = self.weights.mapped(lambda matrix: Linear(matrix.dequantize().to(like.device, like.dtype)))
         norms = {name: norm.to(like.device) for name, norm in weights.norms().items()}
-        placed = EagleWeights.from_parts(weights.matrices(), norms, weights.token_ids.to(like.device))
-        return EagleHead(self.config, placed, embedding, backend, context_length)
+        return EagleWeights.from_parts(weights.matrices(), norms, weights.token_ids.to(like.device))
 
 
 def target_facts(model: OpenModel) -> dict[str, Any]:
