@@ -59,7 +59,7 @@ test: setup
 clients: setup
 	$(BIN)/python tools/clients.py --output benchmarks/results/clients.json
 
-# The main job on the real model: pull, serve, chat completions, tokens per second, peak memory.
+# The whole story on the real model: pull, convert, plan, serve, chat, load test, tune, report.
 demo: setup
 	$(BIN)/python examples/demo.py
 

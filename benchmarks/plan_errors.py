@@ -19,6 +19,7 @@ from triblade.config import Workload
 from triblade.models.config import ModelConfig, model_config
 from triblade.tune.cost import StepCost, Weights
 from triblade.tune.hardware import Hardware, find_hardware, kernels_of
+from triblade.tune.points import LONGEST_DRAFT
 from triblade.tune.serving import Candidate, expected_tokens
 
 RESULTS = Path(__file__).parent / "results"
@@ -107,20 +108,26 @@ def cpu_rows() -> Iterator[Row]:
 
 
 def speculation_rows() -> Iterator[Row]:
-    """Decoding with four guesses of an eagle head on chat, in plain decoding of the same run; acceptance as in the tables."""
+    """Decoding with an eagle head on chat, times plain decoding of the same run; guesses as many as pay, right as in the tables."""
     found: dict[str, list[float]] = json.loads((RESULTS / "cpu-native.json").read_text())["all"]
     here = cpu({name: statistics.median(values) for name, values in found.items() if isinstance(values, list)})
     cost = StepCost(
         shape("smollm2-135m"), here, kernels_of(here), Weights(scheme="stored", bits=4, table_bits=8), "bfloat16"
     )
-    chat = Workload(name="chat", prompt_tokens=100, output_tokens=128, concurrency=1)
-    tokens, rows, drafting = expected_tokens(Candidate(weights=cost.weights, drafter="eagle", draft_length=4), chat)
     for run in json.loads((RESULTS / "speculation.json").read_text())["rows"]:
-        if (run["drafter"], run["workload"]) == ("eagle@4", "chat"):
-            plain_s = cost.decode_s(run["batch"], CHAT_CONTEXT)
-            step_s = cost.decode_s(run["batch"], CHAT_CONTEXT, rows) + drafting * plain_s
-            name = f"CPU eagle, 4 guesses, {run['batch']} requests, times plain"
-            yield Row(name, "CPU speculation", tokens * plain_s / step_s, run["ratio"]["decode"])
+        if (run["drafter"], run["workload"]) == ("eagle", "chat"):
+            predicted = max(gain(cost, run["batch"], length) for length in range(LONGEST_DRAFT + 1))
+            name = f"CPU eagle, {run['batch']} requests, times plain"
+            yield Row(name, "CPU speculation", predicted, run["ratio"]["decode"])
+
+
+def gain(cost: StepCost, batch: int, length: int) -> float:
+    """Of so many guesses on chat, times plain decoding."""
+    chat = Workload(name="chat", prompt_tokens=100, output_tokens=128, concurrency=batch)
+    candidate = Candidate(weights=cost.weights, drafter="eagle" if length else None, draft_length=length)
+    tokens, rows, drafting = expected_tokens(candidate, chat)
+    plain_s = cost.decode_s(batch, CHAT_CONTEXT)
+    return tokens * plain_s / (cost.decode_s(batch, CHAT_CONTEXT, rows) + drafting * plain_s)
 
 
 def served_rows(folder: Path) -> Iterator[Row]:

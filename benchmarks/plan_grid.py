@@ -1,11 +1,13 @@
 """What `triblade plan` predicts of two dozen ways to serve on this machine, against what they do: latencies, throughput, memory.
 
     python benchmarks/plan_grid.py MODEL --part held-out --work FOLDER --output FILE [--checkpoint int4=FOLDER] [--seconds 180]
+    python benchmarks/plan_grid.py MODEL --part held-out --work FOLDER --output FILE --again
 
 MODEL has 16-bit weights. Every way is predicted first, from the profile that the machine measures of itself, then served by its
 plan and driven over HTTP. The cost model was mended with the rows of the part `mended-with` in sight; those of `held-out` were
 measured afterwards, and theirs are the errors that count. Invariant: --output has every way that was measured, so that the same
-command goes on where it was stopped; predictions are never made again.
+command goes on where it was stopped. --again measures nothing: it predicts with the formulas of today from the profile of then,
+and keeps what was predicted first as `foretold`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from triblade import host
-from triblade.config import TuneConfig
+from triblade.config import TuneConfig, from_mapping
 from triblade.files import written_whole
 from triblade.models.checkpoint import open_checkpoint
 from triblade.models.source import resolve
@@ -49,6 +51,11 @@ class Way:
     point: Point
     workload: str
     users: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of prompts and answers."""
+        return CHAT_LENGTHS if self.workload == "chat" else DOCUMENT_LENGTHS
 
     def __str__(self) -> str:
         return f"{self.workload}, {self.users} users: {self.point}"
@@ -99,10 +106,10 @@ class Site:
     fingerprint: str
     checkpoints: Mapping[str, str]  # by scheme, those that need not be made
 
-    def laboratory(self, way: Way) -> tuple[CommandLaboratory, TrialPlanner]:
-        """Serves and predicts a way; with so many requests that each user has a few."""
-        prompt, output = CHAT_LENGTHS if way.workload == "chat" else DOCUMENT_LENGTHS
-        config = TuneConfig(
+    def config(self, way: Way) -> TuneConfig:
+        """Options of a way, but for the number of requests."""
+        prompt, output = way.lengths
+        return TuneConfig(
             model=self.model,
             output=self.work,
             quantization="rtn",
@@ -112,31 +119,45 @@ class Site:
             output_tokens=output,
             concurrency=way.users,
         )
-        planner = TrialPlanner(config, self.shape, self.hardware)
-        rate = prediction(planner.plan(way.point, Checkpoint(model=self.model)))["output_tokens_per_s"] / output
-        waves = max(2, round(SECONDS_EACH * rate / way.users))
-        config = replace(config, num_requests=waves * way.users)
-        return CommandLaboratory(config, planner.workload, self.fingerprint), planner
+
+    def predicted(self, way: Way, requests: int) -> dict[str, float]:
+        """Of so many requests."""
+        planner = TrialPlanner(replace(self.config(way), num_requests=requests), self.shape, self.hardware)
+        return prediction(planner.plan(way.point, Checkpoint(model=self.model)))
+
+    def requests(self, way: Way, output_tokens_per_s: float) -> int:
+        """So many that each user has a few in SECONDS_EACH."""
+        rate = output_tokens_per_s / way.lengths[1]
+        return max(2, round(SECONDS_EACH * rate / way.users)) * way.users
 
     def row(self, way: Way) -> dict[str, Any]:
         """Predict, serve, measure."""
-        laboratory, planner = self.laboratory(way)
+        requests = self.requests(way, self.predicted(way, way.users)["output_tokens_per_s"])
+        config = replace(self.config(way), num_requests=requests)
+        planner = TrialPlanner(config, self.shape, self.hardware)
+        laboratory = CommandLaboratory(config, planner.workload, self.fingerprint)
         ready = self.checkpoints.get(way.point.weights)
         checkpoint = Checkpoint(model=ready) if ready else laboratory.checkpoint(way.point)
         plan = planner.plan(way.point, checkpoint)
         predicted = prediction(plan)
         with laboratory.serving("way", plan) as run:
             measured = run(0)
-        return {"way": str(way), "predicted": predicted, "measured": asdict(measured)}
+        return {"way": str(way), "requests": requests, "predicted": predicted, "measured": asdict(measured)}
+
+    def row_again(self, way: Way, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row that was measured, predicted by today's formulas."""
+        foretold = row.get("foretold", row["predicted"])
+        requests = row.get("requests", self.requests(way, foretold["output_tokens_per_s"]))
+        return {**row, "requests": requests, "predicted": self.predicted(way, requests), "foretold": foretold}
 
 
-def site(options: argparse.Namespace) -> Site:
-    """The model, and this machine as it measures itself."""
+def site(options: argparse.Namespace, hardware: Hardware) -> Site:
+    """The model on a machine."""
     return Site(
         model=options.model,
         work=options.work,
         shape=open_shape(options.model),
-        hardware=this_machine(options.work),
+        hardware=hardware,
         fingerprint=open_checkpoint(resolve(options.model)).fingerprint(),
         checkpoints=dict(said.split("=", 1) for said in options.checkpoint),
     )
@@ -169,31 +190,47 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, plans, logs and the profile")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--checkpoint", nargs="*", default=[], help="SCHEME=FOLDER, quantized already")
+    parser.add_argument("--again", action="store_true", help="predict what was measured anew")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no way after so long; go on later")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure what is missing, print the table, keep everything."""
-    options, began = arguments(), time.monotonic()
+    """Measure what is missing, or predict again what was measured; print the table, keep everything."""
+    options = arguments()
     options.work.mkdir(parents=True, exist_ok=True)
-    here = site(options)
     record: dict[str, Any] = {"what": (__doc__ or "").partition("\n")[0], "model": Path(options.model).name}
     record |= {"machine": {"cores": host.usable_cores(), "platform": platform.platform()}, "parts": {}}
     if options.output.exists():
         record = json.loads(options.output.read_text(encoding="utf-8"))
-    part = record["parts"].setdefault(options.part, {"hardware": asdict(here.hardware), "rows": []})
+    part = record["parts"].setdefault(options.part, {"rows": []})
+    rows = predicted_again(options, part) if options.again else measured(options, part)
+    for row in rows:
+        part["rows"] = [*(one for one in part["rows"] if one["way"] != row["way"]), row]
+        part["errors"] = errors(part["rows"])
+        with written_whole(options.output) as file:
+            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines(part["rows"])))
+
+
+def measured(options: argparse.Namespace, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows that are missing, as long as there is time."""
+    began, here = time.monotonic(), site(options, this_machine(options.work))
+    part.setdefault("hardware", asdict(here.hardware))
     known = {row["way"] for row in part["rows"]}
     for way in ways(options.part):
         if str(way) in known:
             continue
         if time.monotonic() - began > options.seconds:
             raise SystemExit(f"{options.seconds:g} s are over; the same command goes on here")
-        part["rows"].append(here.row(way))
-        part["errors"] = errors(part["rows"])
-        with written_whole(options.output) as file:
-            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(lines(part["rows"])))
+        yield here.row(way)
+
+
+def predicted_again(options: argparse.Namespace, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows that are there, from the profile they were measured with."""
+    then = site(options, from_mapping(Hardware, part["hardware"]))
+    known = {str(way): way for way in ways(options.part)}
+    yield from [then.row_again(known[row["way"]], row) for row in part["rows"]]
 
 
 if __name__ == "__main__":

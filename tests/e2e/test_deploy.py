@@ -168,6 +168,17 @@ def test_prefill_and_decode(place: Place) -> None:
     assert sorted(map(int, kept)) == [int((1 << 30) * 0.3), int((1 << 30) * 0.7)]
 
 
+def test_both_engines_know_a_request_by_one_id(place: Place) -> None:  # G18
+    """Also where the client gives two requests the same one."""
+    with running(place, str(place.plan(workers=(1, 1)))) as (_, url):
+        for headers in ({"X-Request-Id": "mine"}, {"X-Request-Id": "mine"}, {}):
+            text_of(url, LONG, extra_headers=headers)
+    ids = [one["id"] for one in events(place.log, "request")]
+    assert ids[::2] == ids[1::2]
+    assert len(set(ids)) == 3
+    assert [one.startswith("mine-") for one in ids[::2]] == [True, True, False]
+
+
 def test_a_running_answer_ends_before_its_engine(place: Place) -> None:
     with running(place, str(place.plan(workers=(1, 1)))) as (process, url):
         client = OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -214,6 +225,39 @@ def test_the_command_ends_with_an_engine_that_dies(place: Place) -> None:
         assert process.returncode == 1
         assert "ended with exit code -9" in err
         eventually(lambda: not any(map(is_alive, pids)))
+
+
+def test_ray(place: Place) -> None:
+    """What Ray runs is asked for an answer before it is said to be ready, and ends by an interrupt."""
+    with running(place, str(place.plan()), "--target", "ray") as (process, url):
+        (first,) = events(place.log, "request")
+        assert first["body"] == {"model": "fake", "prompt": "ready?", "max_tokens": 1}
+        assert text_of(url, "hello") == "whole"
+        process.terminate()
+        process.wait(PATIENCE_S)
+        assert process.returncode == 0
+    (end,) = events(place.log, "end")
+    assert end["signal"] == signal.SIGINT
+
+
+def test_ray_that_ends(place: Place) -> None:
+    with running(place, str(place.plan()), "--target", "ray") as (process, _):
+        (start,) = events(place.log, "start")
+        os.kill(start["pid"], signal.SIGKILL)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+        assert "ray serve ended with exit code -9" in err
+
+
+def test_an_application_that_ray_refuses(place: Place) -> None:
+    words = (str(place.plan(seed=13)), "--target", "ray", "--vllm-python", str(place.python))
+    code, out, err = place.command(*words)
+    assert (code, out) == (2, "")
+    assert "does not take the application" in err
+    assert "ValueError: Unknown engine argument: seed" in err
+    code, out, err = place.command(*words, "--vllm-option", "seed=12")
+    assert code == 0
+    assert "Ray 2.60.0 takes the application" in err
 
 
 def test_an_engine_that_does_not_know_an_option(place: Place) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from triblade.bench.cores import Cores
 from triblade.tune import profile
 from triblade.tune.hardware import Hardware
 
@@ -17,6 +18,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "BYTES", 2**20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Cores, "others", lambda *_: 0.0)
 
 
 def test_it_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +30,16 @@ def test_it_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(profile, "_cpu", lambda _: pytest.fail("measured again"))
     again = profile.this_machine(tmp_path)
     assert again.bandwidth_gb_s == found.bandwidth_gb_s
+
+
+def test_what_was_measured_on_a_busy_machine_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Cores, "others", lambda *_: 1.0)
+    monkeypatch.setattr(profile.psutil, "cpu_count", lambda: 2)
+    assert profile.this_machine(tmp_path).bandwidth_gb_s > 0
+    assert not (tmp_path / profile.PROFILE).exists()
+    assert "1.0 cores busy" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["{", '{"machine": []}', '{"machine": null, "profile": {}}'])

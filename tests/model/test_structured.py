@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema_rs
@@ -193,6 +193,22 @@ class StuckMatcher:
         return getattr(self.matcher, name)
 
 
+def followed(own: GrammarCompiler, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A compiler's `compile`, of whose constraints every matcher is wrapped."""
+
+    def compile(wanted: StructuredOutputs, stops: frozenset[int]) -> Any:
+        make = own.compile(wanted, stops)
+
+        def made() -> Any:
+            constraint: Any = make()
+            constraint._matcher = wrap(constraint._matcher)
+            return constraint
+
+        return made
+
+    return compile
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stuck_at", ["fill_next_token_bitmask", "accept_token"])
 def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: str) -> None:  # D14
@@ -200,19 +216,12 @@ def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: s
     own = GrammarCompiler(byte_tokenizer(), END + 1)
     stuck: list[StuckMatcher] = []
 
-    def compile(wanted: StructuredOutputs, stops: frozenset[int]) -> Any:
-        make = own.compile(wanted, stops)
-
-        def made() -> Any:
-            constraint: Any = make()
-            constraint._matcher = StuckMatcher(constraint._matcher, stuck_at)
-            stuck.append(constraint._matcher)
-            return constraint
-
-        return made
+    def sticks(matcher: Any) -> StuckMatcher:
+        stuck.append(StuckMatcher(matcher, stuck_at))
+        return stuck[-1]
 
     llm = engine()
-    llm.engine.compile = compile
+    llm.engine.compile = followed(own, sticks)
     free = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
     hostile = SamplingParams(max_tokens=12, structured_outputs=form("regex", "[ab]+"))
     bad, good = llm.generate([[1, 2], [4, 5, 6]], [hostile, free])
@@ -225,6 +234,30 @@ def test_an_answer_that_never_comes_ends_its_own_request(plain: LLM, stuck_at: s
     stuck[0].go_on.set()
     while len(own._abandoned):
         time.sleep(0.005)
+
+
+class BrokenMatcher(StuckMatcher):
+    """A matcher that fails instead."""
+
+    def __init__(self, matcher: Any, broken_at: str) -> None:
+        super().__init__(matcher, broken_at)
+        setattr(self, broken_at, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice"])  # in a thread of its own, and in the engine's
+@pytest.mark.parametrize("broken_at", ["fill_next_token_bitmask", "accept_token"])
+def test_a_library_that_fails_ends_its_own_request(plain: LLM, kind: Any, broken_at: str) -> None:  # D14
+    llm = engine()
+    llm.engine.compile = followed(GrammarCompiler(byte_tokenizer(), END + 1), lambda m: BrokenMatcher(m, broken_at))
+    free = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    text = "[ab]+" if kind == "regex" else '["abab", "baba"]'
+    bad, good = llm.generate([[1, 2], [4, 5, 6]], [SamplingParams(structured_outputs=form(kind, text)), free])
+    assert bad[0].finish_reason == "error"
+    assert good[0].token_ids == plain.generate([[4, 5, 6]], free)[0][0].token_ids
+    llm.engine.check_idle()
 
 
 @pytest.mark.usefixtures("impatient")

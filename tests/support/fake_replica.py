@@ -22,6 +22,19 @@ from typing import Any
 
 import uvicorn
 
+OPENAI_ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+OPENAI_FIELDS = {
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "stream",
+    "stream_options",
+    "echo",
+    "logprobs",
+}
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4
 
@@ -34,6 +47,7 @@ class Sequence:
     max_tokens: int
     blocks: list[int]
     tokens: asyncio.Queue[int]
+    is_received: bool = False  # the KV of its prompt came from a prefill server
     cached_tokens: int = 0
     computed: int = 0
     generated: int = 0
@@ -47,6 +61,8 @@ class Settings:
     step_ms: float = 0.0
     decode_us: float = 0.0
     prefill_us: float = 0.0
+    transfer_ms: float = 0.0  # from a prefill server, and `transfer_us` for each token that is not cached here
+    transfer_us: float = 0.0
     chunk_tokens: int = 512
     max_running: int = 64
     cache_blocks: int = 4096
@@ -56,6 +72,7 @@ class Settings:
     dies_after: int | None = None  # tokens after which the connection breaks
     hangs: bool = False  # takes requests and says nothing
     fails_in_stream: bool = False  # the first event is an error
+    is_foreign: bool = False  # has the routes and fields of the OpenAI API, and refuses others
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -70,21 +87,29 @@ class Engine:
         self.prompt_tokens = self.cached_tokens = self.steps = 0
         self._wake = asyncio.Event()
 
-    def add(self, text: bytes, max_tokens: int) -> Sequence:
-        sequence = Sequence(max(1, len(text) // TOKEN_BYTES), max_tokens, _digests(text), asyncio.Queue())
+    def add(self, text: bytes, max_tokens: int, *, is_received: bool = False) -> Sequence:
+        blocks = _digests(text)
+        sequence = Sequence(max(1, len(text) // TOKEN_BYTES), max_tokens, blocks, asyncio.Queue(), is_received)
         self.waiting.append(sequence)
         self._wake.set()
         return sequence
 
+    def transfer_s(self, text: bytes) -> float:
+        """What the KV of a prompt takes to come from a prefill server."""
+        lacking = len(text) // TOKEN_BYTES - BLOCK_TOKENS * self._hits(_digests(text))
+        return self.settings.transfer_ms * 1e-3 + self.settings.transfer_us * 1e-6 * lacking
+
     async def run(self) -> None:
-        """Steps, as long as there is something to compute; each ends at its time, not later by what Python took."""
+        """Steps, as long as there is something to compute; each begins when the one before was to end."""
+        due_s = 0.0
         while True:
             while not (self.waiting or self.running):
                 self._wake.clear()
                 await self._wake.wait()
-            begun = time.monotonic()
+                due_s = time.monotonic()
             done, seconds = self._step()
-            await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
+            due_s += seconds
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             for sequence in done:
                 sequence.generated += 1
                 sequence.tokens.put_nowait(sequence.generated)
@@ -112,12 +137,16 @@ class Engine:
 
     def _admitted(self, sequence: Sequence) -> Sequence:
         """What is cached of its prompt is found when its turn comes, and at least one token is computed."""
-        hits = next((at for at, block in enumerate(sequence.blocks) if block not in self.cache), len(sequence.blocks))
-        sequence.cached_tokens = min(hits * BLOCK_TOKENS, sequence.prompt_tokens - 1)
-        sequence.computed = sequence.cached_tokens
+        last = sequence.prompt_tokens - 1
+        sequence.cached_tokens = min(self._hits(sequence.blocks) * BLOCK_TOKENS, last)
+        sequence.computed = last if sequence.is_received else sequence.cached_tokens
         self.prompt_tokens += sequence.prompt_tokens
         self.cached_tokens += sequence.cached_tokens
         return sequence
+
+    def _hits(self, blocks: list[int]) -> int:
+        """Blocks from the beginning that are cached."""
+        return next((at for at, block in enumerate(blocks) if block not in self.cache), len(blocks))
 
     def _remember(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
@@ -155,12 +184,15 @@ class App:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if path == "/health":
+        if self.settings.is_foreign and path not in OPENAI_ROUTES:
+            await _answer(send, 404, _error("no such route", 404))
+        elif path == "/health":
             while self.settings.hangs:
                 await asyncio.sleep(0.01)
             await _answer(send, self.settings.health, b"")
         elif path == "/v1/models":
-            card = {"id": "fake", "object": "model", "max_model_len": self.settings.max_model_len}
+            card: dict[str, Any] = {"id": "fake", "object": "model"}
+            card |= {} if self.settings.is_foreign else {"max_model_len": self.settings.max_model_len}
             await _answer(send, 200, json.dumps({"object": "list", "data": [card]}).encode())
         elif path == "/metrics":
             await _answer(send, 200, self._metrics().encode(), b"text/plain; version=0.0.4")
@@ -177,6 +209,8 @@ class App:
         body = json.loads(content)
         record = {"path": scope["path"], "headers": dict(scope["headers"]), "left": False, **body}
         self.requests.append(record)
+        if self.settings.is_foreign and (unknown := sorted(set(body) - OPENAI_FIELDS)):
+            return await _answer(send, 400, _error(f"Unrecognized request argument: {unknown[0]}", 400))
         if self.settings.status != 200:
             return await _answer(send, self.settings.status, _error("it cannot", self.settings.status))
         while self.settings.hangs:
@@ -186,7 +220,12 @@ class App:
         if len(text) // TOKEN_BYTES + limit > self.settings.max_model_len:
             words = f"This model's maximum context length is {self.settings.max_model_len} tokens."
             return await _answer(send, 400, _error(words, 400))
-        sequence = self.engine.add(text, limit)  # type: ignore[union-attr]
+        engine = self.engine
+        assert engine is not None, "the first request makes it"
+        is_received = bool((body.get("kv_transfer_params") or {}).get("do_remote_prefill"))
+        if is_received:
+            await asyncio.sleep(engine.transfer_s(text))
+        sequence = engine.add(text, limit, is_received=is_received)
         leaving = asyncio.create_task(_until_left(receive, sequence, record))
         try:
             pieces = self._pieces(scope["path"], body, sequence)
@@ -352,7 +391,7 @@ def replica(**settings: Any) -> Iterator[Running]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    for name in ("step_ms", "decode_us", "prefill_us"):
+    for name in ("step_ms", "decode_us", "prefill_us", "transfer_ms", "transfer_us"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=0.0)
     for name, value in (("chunk_tokens", 512), ("max_running", 64), ("cache_blocks", 4096)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)

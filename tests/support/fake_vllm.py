@@ -1,7 +1,8 @@
-"""An environment with a stand-in for vLLM: the classes that are asked for option names, and a server that answers without a model.
+"""An environment with stand-ins for vLLM and Ray: what is asked for option names, and a server that answers without a model.
 
-The server appends a JSON line to `$FAKE_VLLM_LOG` for its start, each request, and each client that left. Its text says which role
-answered. `FAKE_VLLM_FAIL=prefill` lets prefill engines refuse every request with 500.
+Ray's `serve run` is that server at the address of its file. The server appends a JSON line to `$FAKE_VLLM_LOG` for its start, each
+request, each client that left, and its end. Its text says which role answered. `FAKE_VLLM_FAIL=prefill` lets prefill engines refuse
+every request with 500.
 """
 
 from __future__ import annotations
@@ -31,6 +32,26 @@ ENGINE = """
     shutdown_timeout: int = 0
 """
 CLASS = "from dataclasses import dataclass\nfrom typing import Literal\n@dataclass\nclass {}:\n{}"
+RAY_BUILDER = """
+def build_openai_app(args):
+    for one in args["llm_configs"]:
+        unknown = set(one) - {"model_loading_config", "engine_kwargs", "deployment_config", "placement_group_config"}
+        if unknown:
+            raise ValueError(f"not known to LLMConfig: {sorted(unknown)}")
+        if one["engine_kwargs"].get("seed") == 13:
+            raise ValueError("Unknown engine argument: seed")
+"""
+RAY_SCRIPTS = """
+import os, sys, yaml
+assert sys.argv[1] == "run"
+with open(sys.argv[2]) as file:
+    document = yaml.safe_load(file)
+(model,) = document["applications"][0]["args"]["llm_configs"]
+where = document["http_options"]
+words = ["--served-model-name", model["model_loading_config"]["model_id"], "--host", where["host"], "--port", str(where["port"])]
+server = os.path.join(os.path.dirname(__file__), "..", "..", "vllm", "entrypoints", "openai", "api_server.py")
+os.execv(sys.executable, [sys.executable, server, *words])
+"""
 SERVER = Path(__file__).with_name("fake_vllm_server.py")
 FILES = {
     "vllm/__init__.py": "__version__ = '0.32.0'\n",
@@ -52,6 +73,10 @@ FILES = {
     ),
     "vllm/engine/arg_utils.py": CLASS.format("EngineArgs", ENGINE),
     "vllm/utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser\n",
+    "ray/__init__.py": "__version__ = '2.60.0'\n",
+    "ray/serve/__init__.py": "",
+    "ray/serve/llm.py": RAY_BUILDER,
+    "ray/serve/scripts.py": RAY_SCRIPTS,
     "vllm/entrypoints/openai/cli_args.py": "def make_arg_parser(p):\n    p.add_argument('--port')\n    return p\n",
 }
 

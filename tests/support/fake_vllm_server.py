@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        note(event="request", path=self.path, body=body)
+        note(event="request", path=self.path, body=body, id=self.headers["x-request-id"])
         if ROLE == "kv_producer" and os.environ.get("FAKE_VLLM_FAIL") == "prefill":
             self.reply({"error": {"message": "broken"}}, 500)
         elif body.get("stream"):
@@ -96,6 +96,7 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: (note(event="end"), os._exit(0)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: (note(event="end", signal=number), os._exit(0)))
     note(event="start", words=WORDS, bound=os.environ.get("VLLM_CPU_OMP_THREADS_BIND"))
     Server((option("--host"), int(option("--port"))), Handler).serve_forever()

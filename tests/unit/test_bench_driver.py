@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from triblade.bench.cores import Cores
 from triblade.bench.dataset import Conversation, Turn
 from triblade.bench.driver import Driver
 from triblade.bench.metrics import Usage
@@ -206,6 +207,22 @@ def test_a_watch_reports_increase_and_peaks() -> None:
     assert (figures["acceptance_rate"], figures["mean_accepted_length"]) == (0.25, 2.0)
 
 
+@pytest.mark.parametrize(("is_own", "others"), [(True, 1.0), (False, 0.5)])
+def test_what_else_is_busy_is_told(is_own: bool, others: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 busy cores the process has 2, and the load half a one where it is another process."""
+    monkeypatch.setattr(Cores, "own", 0.5)
+    monkeypatch.setattr(Cores, "others", lambda _, known: 3.0 - known)
+    process = psutil.Process() if is_own else psutil.Process(psutil.Process().ppid())
+
+    async def watched() -> dict[str, float]:
+        watch = Watch(FakeTarget(), process, sums={"cpu_cores": (4.0, 2)})
+        await watch.begin()
+        await watch.end()
+        return watch.figures()
+
+    assert asyncio.run(watched())["mean_other_cores"] == others
+
+
 def test_a_test_shorter_than_a_period_still_has_its_memory() -> None:
     async def watched() -> dict[str, float]:
         watch = Watch(FakeTarget(counters={"num_requests_running": 3.0}), psutil.Process())
@@ -214,5 +231,6 @@ def test_a_test_shorter_than_a_period_still_has_its_memory() -> None:
         return watch.figures()
 
     figures = asyncio.run(watched())
+    assert "mean_other_cores" not in figures  # nothing was read of the process's use
     assert figures["peak_memory_mib"] * 2**20 >= psutil.Process().memory_info().rss * 0.5
     assert figures["peak_num_requests_running"] == 3.0

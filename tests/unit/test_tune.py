@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from triblade.tune.hardware import find_hardware
 from triblade.tune.measured import Measurement, Quality, Run, Trial, choose, hopeless, pareto_set, run_of
 from triblade.tune.points import NO_DRAFTER, TOGETHER, Point, corners, nine, without
 from triblade.tune.trial_plan import Checkpoint, TrialPlanner, prediction, traffic
+from triblade.tune.tune_report import Report, state
+from triblade.tune.tuner import Findings
 
 CONFIG = TuneConfig(model="small")
 SPACE = space(CONFIG)
@@ -203,6 +206,14 @@ def test_prompts_too_short_to_be_sent_are_a_cause() -> None:  # J2
     assert names == ["another split", "another split", "only long prompts for the prefill worker"]
 
 
+def test_a_trial_that_others_disturbed_says_so() -> None:
+    quiet, loud = trial(1, 100.0, other_cores=0.1), trial(2, 120.0, other_cores=1.2)
+    findings = Findings(trials=[quiet, loud], pareto=[], chosen=None, none=None)
+    report = Report(config=CONFIG, space=SPACE, findings=findings, machine="m", plan=None, plan_file=Path("p"))
+    assert "disturbed" not in state(quiet, report)
+    assert "others kept 1.2 cores busy" in state(loud, report)
+
+
 def test_a_difference_within_noise_is_no_verdict() -> None:
     assert not any(verdict.hurts for verdict in around(World(workers=0.78)).verdicts())
 
@@ -232,6 +243,18 @@ def test_a_point_without_techniques_is_one_plain_engine() -> None:
     plan = PLANNER.plan(SPACE.none, Checkpoint(model="small"))
     assert (plan.prefill, plan.decode.drafter, plan.topology.is_distributed) == (None, None, False)
     assert plan.weights.scheme == "bf16"
+
+
+def test_a_short_run_touches_less_of_the_cache_and_has_more_prompts_that_wait() -> None:
+    def foreseen(requests: int) -> dict[str, float]:
+        asked = {"workload": "document", "prompt_tokens": 1000, "output_tokens": 64, "concurrency": 32}
+        config = replace(CONFIG, num_requests=requests, **asked)
+        return prediction(replace(PLANNER, config=config).plan(SPACE.none, Checkpoint(model="small")))
+
+    short, long = foreseen(32), foreseen(10000)
+    assert short["memory_mib"] < long["memory_mib"]
+    assert short["ttft_ms"] > long["ttft_ms"]
+    assert short["e2el_ms"] == long["e2el_ms"]
 
 
 def test_what_does_not_fit_is_refused_before_anything_starts() -> None:

@@ -22,7 +22,7 @@ from triblade.tune.measured import Quality, Trial
 from triblade.tune.points import Point, nine
 from triblade.tune.run import chosen_plan, circumstances
 from triblade.tune.trial_plan import Checkpoint
-from triblade.tune.tune_page import report_page
+from triblade.tune.tune_page import labels_apart, report_page
 from triblade.tune.tune_report import Report, describe, effects, gains
 from triblade.tune.tuner import Findings, Tuner
 
@@ -121,8 +121,25 @@ def test_a_search_makes_so_many_trials_and_measures_nothing_twice(tmp_path: Path
     world = World()
     found = tuner(tmp_path, world, trials=14, ablation=False).run()
     assert [trial.kind for trial in found.trials].count("search") == 14
-    assert len(set(world.served)) == len(world.served)
+    assert len(world.served) == len({trial.point.plain for trial in found.trials})
     assert found.chosen is not None
+
+
+def test_a_search_begins_with_the_plan(tmp_path: Path) -> None:
+    made = tuner(tmp_path, World(), trials=2, ablation=False)
+    first = made.run().trials[1]
+    assert first.why == "as planned"
+    assert first.point == made.planner.chosen(made.space)
+
+
+def test_a_plan_outside_the_space_is_no_beginning(tmp_path: Path) -> None:
+    made = tuner(tmp_path, World(), trials=1, ablation=False)
+    planned = made.planner.chosen(made.space)
+    assert planned is not None
+    made.space = replace(made.space, drafters=tuple(name for name in made.space.drafters if name != planned.drafter))
+    assert made.planner.chosen(made.space) is None
+    first = made.run().trials[1]
+    assert (first.why, first.point) == ("to begin with", nine(made.space)[0])
 
 
 def test_a_study_must_be_there_to_go_on_and_must_not_to_begin(tmp_path: Path) -> None:
@@ -242,6 +259,14 @@ def test_a_report_of_nothing_but_failures_is_a_report(tmp_path: Path) -> None:
     report = report_of(made, made.run())
     assert "nothing: no trial keeps" in report_page(report)
     assert "nothing that was measured keeps" in describe(report)
+
+
+def test_labels_of_dots_do_not_cover_each_other() -> None:
+    found = labels_apart([(10.0, 10.0), (11.0, 12.0), (12.0, 11.0), (200.0, 10.0)])
+    assert found[0] == (18.0, 14.0)
+    assert found[3] == (208.0, 14.0)
+    near = [(x, y) for x, y in found if x < 100]
+    assert all(abs(x - z) >= 14 or abs(y - w) >= 10 for x, y in near for z, w in near if (x, y) != (z, w))
 
 
 def test_a_search_and_stored_weights_have_reports(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ CURVE_POINTS = 200
 FIGURES = {
     "peak_memory_mib": "peak memory, MiB",
     "mean_cpu_cores": "busy cores, mean",
+    "mean_other_cores": "cores busy with something else, mean",
     "mean_device_utilization": "busy share of the GPU, mean",
     "peak_device_memory_mib": "peak GPU memory, MiB",
     "peak_kv_cache_usage_perc": "peak share of the KV cache",

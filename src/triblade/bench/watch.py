@@ -1,19 +1,22 @@
 """What a target and its machine do during a load test, read a few times per second: gauges, memory, processor, accelerator.
 
 A figure that cannot be read is left out; nothing here can fail a test. Memory and processor time are those of one process and its
-children: this one for an engine in it, `--server-pid` for a server on this machine. What processes share (libraries, mapped
-weights, rows in shared memory) counts once, as much as the one with most of it has.
+children: this one for an engine in it, `--server-pid` for a server on this machine. What was busy beside it and the load disturbed
+them, and is told. What processes share (libraries, mapped weights, rows in shared memory) counts once, as much as the one with most
+of it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import psutil
 
 from triblade.bench.accelerators import MIB, Accelerator, accelerators
+from triblade.bench.cores import Cores
 from triblade.bench.target import COUNTERS, GAUGES, Target
 
 PERIOD_S = 0.5
@@ -28,12 +31,14 @@ class Watch:
     highest: dict[str, float] = field(default_factory=dict)
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum and number of readings
     _children: dict[int, psutil.Process] = field(default_factory=dict)
+    _cores: Cores = field(default_factory=Cores)
+    _others: float | None = None
     _before: Mapping[str, float] = field(default_factory=dict)
     _after: Mapping[str, float] = field(default_factory=dict)
 
     async def begin(self) -> None:
         """Note the counters before the test."""
-        self._before = await self.target.readings()
+        self._before, self._cores = await self.target.readings(), Cores()
         self._note_memory()  # the first reading of a processor's use only starts its clock
 
     async def run(self) -> None:
@@ -45,6 +50,7 @@ class Watch:
 
     async def end(self) -> None:
         """Note the counters after it, and what stands at its end: a test may be shorter than a period."""
+        self._others = self._other_cores()
         self._after = await self.target.readings()
         self._note_gauges(self._after)
         self._note_memory()
@@ -55,6 +61,7 @@ class Watch:
         found = {name.removesuffix("_total"): value for name, value in grown.items()}
         found |= {f"peak_{name}": value for name, value in self.highest.items()}
         found |= {f"mean_{name}": total / count for name, (total, count) in self.sums.items()}
+        found |= {} if self._others is None else {"mean_other_cores": self._others}
         drafted, drafts = found.get("spec_decode_num_draft_tokens"), found.get("spec_decode_num_drafts")
         accepted = found.get("spec_decode_num_accepted_tokens", 0.0)
         if drafted and drafts:
@@ -71,6 +78,13 @@ class Watch:
         for device in devices:
             self._note_highest("device_memory_mib", device.memory_mib())
             self._note_mean("device_utilization", device.utilization())
+
+    def _other_cores(self) -> float | None:
+        """Cores that neither the process nor the load kept busy; None where no use was read."""
+        if self.process is None or "cpu_cores" not in self.sums:
+            return None
+        total, count = self.sums["cpu_cores"]
+        return self._cores.others(total / count + (0.0 if self.process.pid == os.getpid() else self._cores.own))
 
     def _note_gauges(self, readings: Mapping[str, float]) -> None:
         for name in GAUGES:

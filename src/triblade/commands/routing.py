@@ -40,8 +40,9 @@ def simulate(
     Args:
         as_json: Print one JSON object.
     """
-    from triblade.deploy.simulation_run import answer
+    from triblade.deploy.simulation_run import answer, write_plan
 
     console.setup_logging(log_level)
     found = answer(config)
+    write_plan(config, found)
     print(json.dumps(found.as_json()) if as_json else found)

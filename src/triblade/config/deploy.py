@@ -83,6 +83,9 @@ class DeployConfig:
     kv_connector: str = "NixlConnector"
     """vLLM's connector from prefill to decode engines."""
 
+    kv_connector_option: tuple[str, ...] = ()
+    """An option of the connector, NAME=VALUE such as `shared_storage_path=/mnt/kv`; may be given several times."""
+
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
     """When keys and values do not arrive: `recompute` them at the decode engine, or `fail` the request."""
 
@@ -124,9 +127,10 @@ class DeployConfig:
         require_positive("ready_timeout_s", self.ready_timeout_s)
         if not 0 < self.port <= 65535:
             raise ConfigError(f"port must be between 1 and 65535, got: {self.port}", param="port")
-        for option in self.vllm_option:
-            if not option.partition("=")[1]:
-                raise ConfigError(f"vllm_option must be NAME=VALUE, got: {option!r}", param="vllm_option")
+        for name in ("vllm_option", "kv_connector_option"):
+            for option in getattr(self, name):
+                if not option.partition("=")[1]:
+                    raise ConfigError(f"{name} must be NAME=VALUE, got: {option!r}", param=name)
         self._check_run()
 
     def _check_run(self) -> None:

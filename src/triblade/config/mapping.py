@@ -37,6 +37,11 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     return kind(**given)
 
 
+def _word(value: object) -> object:
+    """As somebody would type it: 4 rather than 4.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def to_flags(config: object) -> list[str]:
     """The options that make this config dataclass on the command line; those at their defaults are left out."""
     flags: list[str] = []
@@ -47,5 +52,5 @@ def to_flags(config: object) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags += [f"--{name}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+            flags += [f"--{name}={_word(item)}" for item in (value if isinstance(value, tuple) else (value,))]
     return flags

@@ -91,6 +91,9 @@ class SimulateConfig:
     seed: int = 0
     """Equal seeds, equal traffic."""
 
+    output: Path | None = None
+    """TOML file for the plan with the fewest engines that were found, each kind; `triblade deploy FILE` runs them."""
+
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("request_rate", "think_s", "step_ms", "ttft_ms", "tpot_ms"):
@@ -127,11 +130,15 @@ class SimulateConfig:
         """Whether it is known what steps take and what is asked for.
 
         Raises:
-            ConfigError: both must come from a plan, or be given.
+            ConfigError: both must come from a plan, or be given; what is written comes from a plan.
         """
         if (self.plan is None) == (self.step_ms is None):
             raise ConfigError(
                 "step times come from a plan or were measured", hint="give --plan, or --step-ms and the like"
+            )
+        if self.plan is None and self.output is not None:
+            raise ConfigError(
+                "a plan is written from a plan", hint="give --plan, or leave --output out", param="output"
             )
         missing = [name for name in ("request_rate", "prompt_tokens", "output_tokens") if getattr(self, name) is None]
         if self.plan is None and missing:

@@ -19,13 +19,14 @@ BITS = {"cpu": (4,), "cuda": (4, 8)}
 ODD_BITS_PACKAGE = "humming"  # multiplies 2 and 3 bits
 
 
-def check_checkpoint(engine: EngineConfig, device: str, packages: frozenset[str]) -> None:
-    """Refuse what vLLM does not load.
+def check_checkpoint(engine: EngineConfig, device: str, packages: frozenset[str], dtype: str = "auto") -> None:
+    """Refuse what vLLM does not load, or could not answer with.
 
     Args:
         engine: with the model's name.
         device: that vLLM computes on.
         packages: that its environment has.
+        dtype: that it is to compute in.
 
     Raises:
         UnsupportedError: the hint has what to do instead.
@@ -41,7 +42,7 @@ def check_checkpoint(engine: EngineConfig, device: str, packages: frozenset[str]
         return
     found = read_json_object(path / CONFIG).get("quantization_config")
     if found is not None:
-        for fault, hint in _faults(found, device, packages):
+        for fault, hint in (*_type_faults(found, device, dtype), *_faults(found, device, packages)):
             raise UnsupportedError(f"vLLM on {device} does not load {engine.model}: {fault}", hint=hint, param="model")
 
 
@@ -57,6 +58,12 @@ def head_method(engine: EngineConfig) -> str | None:
         return None
     told = " ".join([engine.draft_model, *facts.get("architectures", [])])
     return "eagle3" if "eagle3" in told.lower() else "eagle"
+
+
+def _type_faults(config: Mapping[str, Any], device: str, dtype: str) -> Iterator[tuple[str, str]]:
+    """vLLM starts with such a type, and its product fails at the first request."""
+    if device == "cpu" and dtype == "float32" and any(scheme["bits"] == 4 for scheme, _ in _schemes(config)):
+        yield "4-bit weights multiplied in float32", "its kernel has 16 bits only: dtype auto, bfloat16 or float16"
 
 
 def _faults(config: Mapping[str, Any], device: str, packages: frozenset[str]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 Of a request: 1. a prefill engine gets it, to answer one token, marked as one that another engine decodes; 2. its answer says where
 the keys and values lie; 3. a decode engine gets the request as it was, with that, and its answer goes to the client as it comes.
-Where step 1 fails the decode engine computes the prompt itself, unless the policy is to fail.
+Both get it under one id. Where step 1 fails the decode engine computes the prompt itself, unless the policy is to fail.
 A client that leaves takes the request away from whichever engine has it. Knows no tokenizer: lengths of text are estimated.
 """
 
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import httpx
 import orjson
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 Message: TypeAlias = Any  # of ASGI
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 CHARACTERS_PER_TOKEN = 4
+REQUEST_ID = b"x-request-id"
 REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -83,6 +85,7 @@ class HandOff:
             return
         request = _parsed(body) if scope["method"] == "POST" and path in GENERATING else None
         if request is not None and self._is_handed_off(request):
+            scope = {**scope, "headers": named(scope["headers"])}
             answer = await self._prefilled(scope, request)
             if isinstance(answer, httpx.Response):
                 await _send_whole(send, answer.status_code, answer.content)
@@ -162,6 +165,13 @@ class HandOff:
             yield url
         finally:
             self._in_flight[url] -= 1
+
+
+def named(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers with one id for both engines, by which some connectors find a prompt's keys and values; clients may repeat theirs."""
+    given = next((value + b"-" for name, value in headers if name == REQUEST_ID), b"")
+    kept = [(name, value) for name, value in headers if name != REQUEST_ID]
+    return [*kept, (REQUEST_ID, given + uuid4().hex.encode())]
 
 
 def prefill_request(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: engines, services, a router, scaling by the queue, what Prometheus reads, and values for a Helm chart.
+"""Manifests for Kubernetes: engines, services, a router, scaling by the queue, what Prometheus reads; values for charts.
 
 Plain data out of a translation; nothing is sent anywhere. The router is that of vLLM's production stack, which hands prompts from
 prefill to decode engines and sends equal beginnings to the same engine. Core objects only, but for the ServiceMonitor.
@@ -13,27 +13,24 @@ import yaml
 
 from triblade.config import DeployConfig
 from triblade.deploy.accepted import Accepted
+from triblade.deploy.charts import llm_d, production_stack, router_arguments
 from triblade.deploy.flags import as_comment, losses
 from triblade.deploy.pods import (
     PORT,
     PORT_NAME,
-    engine_variables,
     labels,
     metadata,
-    model_mounts,
-    model_volumes,
-    serve_arguments,
     workloads,
 )
 from triblade.deploy.translation import Loss, ServedRole, Translation
 from triblade.errors import UnsupportedError
 
 MANIFESTS, VALUES, ADAPTER = "kubernetes.yaml", "production-stack-values.yaml", "prometheus-adapter-values.yaml"
+LLM_D = "llm-d-values.yaml"
 IMAGE = "vllm/vllm-openai"
 ROUTER_IMAGE = "lmcache/lmstack-router:latest"
 QUEUE, QUEUE_METRIC = "vllm:num_requests_waiting", "vllm_num_requests_waiting"
 SCRAPE = "15s"
-CORES_PER_DEVICE, GIB_PER_DEVICE = 8, 64  # of the host's, that the chart asks for
 
 
 def manifests(config: DeployConfig, accepted: Accepted, translation: Translation) -> Mapping[str, str]:
@@ -58,7 +55,11 @@ def manifests(config: DeployConfig, accepted: Accepted, translation: Translation
     if config.max_replicas is not None:
         files[ADAPTER] = yaml.safe_dump(_adapter(), sort_keys=False)
     if all(role.nodes == 1 for role in translation.roles):
-        files[VALUES] = head + yaml.safe_dump(_chart(config, translation, image), sort_keys=False)
+        files[VALUES] = head + yaml.safe_dump(production_stack(config, translation, image), sort_keys=False)
+        scaled = (
+            None if config.max_replicas is None else _autoscaler(config, f"{config.name}-decode", translation.roles[-1])
+        )
+        files[LLM_D] = head + yaml.safe_dump(llm_d(config, translation, image, scaled), sort_keys=False)
     return files
 
 
@@ -146,16 +147,6 @@ def _needs_router(config: DeployConfig, translation: Translation) -> bool:
     return grows or sum(role.replicas for role in translation.roles) > 1
 
 
-def router_arguments(translation: Translation) -> list[str]:
-    """How the production stack's router is to choose engines."""
-    if not translation.is_disaggregated:
-        return ["--routing-logic", "prefixaware"]
-    return [
-        "--routing-logic", "disaggregated_prefill_orchestrated",
-        "--prefill-model-labels", "prefill", "--decode-model-labels", "decode",
-    ]  # fmt: skip
-
-
 def router(config: DeployConfig, translation: Translation) -> list[dict[str, Any]]:
     """The router, its service, and what lets it see pods."""
     name = f"{config.name}-router"
@@ -208,41 +199,3 @@ def _permissions(config: DeployConfig, name: str) -> list[dict[str, Any]]:
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
         },
     ]
-
-
-def _chart(config: DeployConfig, translation: Translation, image: str) -> dict[str, Any]:
-    """The same for the chart of vLLM's production stack."""
-    repository, _, tag = image.rpartition(":")
-    models = [_chart_model(config, role, repository, tag) for role in translation.roles]
-    words = router_arguments(translation)
-    routing, extra = words[1], words[2:]
-    chosen: dict[str, Any] = {"routingLogic": routing, "serviceDiscovery": "k8s"}
-    chosen |= {"extraArgs": extra} if extra else {}
-    return {"servingEngineSpec": {"modelSpec": models}, "routerSpec": chosen}
-
-
-def _chart_model(config: DeployConfig, role: ServedRole, repository: str, tag: str) -> dict[str, Any]:
-    model, *words = serve_arguments(config, role, config.name)
-    left_out = ("--host", "--port", "--enable-prefix-caching", "--no-enable-prefix-caching")  # the chart's own
-    kept = [
-        word
-        for position, word in enumerate(words)
-        if word not in left_out and (position == 0 or words[position - 1] not in ("--host", "--port"))
-    ]
-    extras = {
-        "env": engine_variables(role),
-        "extraVolumes": model_volumes(config),
-        "extraVolumeMounts": model_mounts(config, role),
-    }
-    return {
-        "name": role.role,
-        "repository": repository,
-        "tag": tag,
-        "modelURL": model,
-        "replicaCount": role.replicas,
-        "requestCPU": CORES_PER_DEVICE * role.devices,
-        "requestMemory": f"{GIB_PER_DEVICE * role.devices}Gi",
-        "requestGPU": role.devices,
-        "vllmConfig": {"enablePrefixCaching": role.options["enable_prefix_caching"], "extraArgs": kept},
-        **{name: value for name, value in extras.items() if value},
-    }

@@ -34,7 +34,7 @@ from triblade.sampling_params import SamplingParams, StructuredOutputs
 from triblade.spec.record import SpeculationCounts
 
 CONNECT_TIMEOUT_S = 5.0
-LOOK_S = 1.0
+OF_ENGINES = ("return_token_ids", "priority")  # fields that answers do not depend on
 TOO_LONG = ("context_length_exceeded", "maximum context length", "context length is")
 REASONS: Mapping[str, FinishReason] = {  # vLLM's and others' words; calls of tools end as stops do
     "stop": FinishReason.STOP,
@@ -79,6 +79,7 @@ class OpenAIClient:
         self._http = http
         self._running: dict[str, set[asyncio.Event]] = {}  # label -> how its requests are told to end
         self._load = EngineLoad()
+        self._unknown: set[str] = set()  # fields that this server refused
 
     @classmethod
     async def connect(
@@ -137,9 +138,7 @@ class OpenAIClient:
         answer = Answer(label, len(prompt_token_ids), params)
         try:
             headers = {"X-Request-Id": request_id} if request_id else {}
-            async with self._http.stream("POST", f"{self._api}/completions", json=body, headers=headers) as response:
-                if response.status_code != httpx.codes.OK:
-                    raise refusal(response.status_code, await response.aread())
+            async with self._asked(body, headers) as response:
                 async for event in _until(told, _events(response)):
                     for output in answer.outputs(event):
                         yield output
@@ -151,6 +150,22 @@ class OpenAIClient:
             ) from error
         finally:
             self._forget(label, told)
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        """The stream of an answer. A server that refuses a field of engines by its name is asked again, then always, without."""
+        sent = {name: value for name, value in body.items() if name not in self._unknown}
+        async with self._http.stream("POST", f"{self._api}/completions", json=sent, headers=headers) as response:
+            if response.status_code == httpx.codes.OK:
+                yield response
+                return
+            content = await response.aread()
+        unknown = {name for name in OF_ENGINES if name in sent and name.encode() in content}
+        if not unknown or response.status_code not in (400, 422):
+            raise refusal(response.status_code, content)
+        self._unknown |= unknown
+        async with self._asked(body, headers) as answer:
+            yield answer
 
     async def abort(self, request_id: str) -> None:
         """See `EngineClient.abort`."""

@@ -94,7 +94,7 @@ def _container(config: DeployConfig, role: ServedRole, image: str, name: str) ->
         "ports": [{"name": PORT_NAME, "containerPort": PORT}],
         "resources": {"limits": {"nvidia.com/gpu": devices}, "requests": {"nvidia.com/gpu": devices}},
         "volumeMounts": mounts,
-        **_probes(config, is_group),
+        **probes(config, is_group=is_group),
     }
 
 
@@ -112,11 +112,11 @@ def model_mounts(config: DeployConfig, role: ServedRole) -> list[dict[str, Any]]
     return [{"name": "model", "mountPath": str(PurePosixPath(role.options["model"]).parent), "readOnly": True}]
 
 
-def serve_arguments(config: DeployConfig, role: ServedRole, name: str) -> list[str]:
+def serve_arguments(config: DeployConfig, role: ServedRole, name: str, port: int = PORT) -> list[str]:
     """Words after `vllm serve`, the model first."""
     options = dict(role.options)
     model = options.pop("model")
-    options |= {"host": "0.0.0.0", "port": PORT, "shutdown_timeout": round(config.drain_timeout_s)}
+    options |= {"host": "0.0.0.0", "port": port, "shutdown_timeout": round(config.drain_timeout_s)}
     if role.nodes > 1:
         options |= {
             "distributed_executor_backend": "mp",
@@ -141,9 +141,9 @@ def engine_variables(role: ServedRole) -> list[dict[str, Any]]:
     return found
 
 
-def _probes(config: DeployConfig, is_group: bool) -> dict[str, Any]:
+def probes(config: DeployConfig, *, is_group: bool, port: int | str = PORT_NAME) -> dict[str, Any]:
     """Loading may take the whole time; afterwards three missed answers count."""
-    probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": PORT_NAME}}
+    probe: dict[str, Any] = {"httpGet": {"path": "/health", "port": port}}
     if is_group:
         probe = {"exec": {"command": ["python3", "-c", FIRST_ANSWERS]}}
     probe |= {"periodSeconds": PROBE_PERIOD_S, "timeoutSeconds": 5}

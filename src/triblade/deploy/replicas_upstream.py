@@ -169,19 +169,25 @@ class Upstream:
 
 
 async def _held(response: aiohttp.ClientResponse) -> bytes:
-    """The answer up to its first token; all of it, if it is no stream."""
-    held, is_stream = bytearray(), _is_stream(response)
+    """The answer up to its first token; all of it, if it is no stream.
+
+    Raises:
+        Unanswered: it ends before; a stream may do so in good order.
+        Refused: it is a refusal.
+    """
+    held, is_stream, is_whole = bytearray(), _is_stream(response), True
     try:
         async for piece in response.content.iter_any():
             held += piece
-            if is_stream and begins(bytes(held)):
-                break
-            if len(held) > (HELD_STREAM_BYTES if is_stream else HELD_BODY_BYTES):
+            if (is_stream and begins(bytes(held))) or len(held) > (HELD_STREAM_BYTES if is_stream else HELD_BODY_BYTES):
+                is_whole = False
                 break
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise Unanswered(_reason(error), was_asked=True) from error
     if response.status in REFUSALS or (is_stream and _is_fault(bytes(held))):
         raise Refused(Refusal(response.status, end_to_end(response.raw_headers), bytes(held)))
+    if is_stream and is_whole and not begins(bytes(held)):
+        raise Unanswered("the stream ended before it began", was_asked=True)
     return bytes(held)
 
 

@@ -15,7 +15,8 @@ from triblade.deploy.accepted import Accepted, installed, release
 from triblade.deploy.checkpoint import check_checkpoint, head_method
 from triblade.deploy.flags import flags, losses
 from triblade.deploy.kubernetes import manifests
-from triblade.deploy.ray_app import ray_files, run_ray
+from triblade.deploy.ray_app import ray_files
+from triblade.deploy.ray_run import check_application, run_ray
 from triblade.deploy.speculative import DraftFacts
 from triblade.deploy.translation import ServedRole, Translation, translate
 from triblade.errors import ModelNotFoundError, TribladeError
@@ -42,13 +43,17 @@ def deploy(config: DeployConfig, say: Say) -> int:
     plan = read_toml(Plan, config.plan)
     accepted = installed(config.vllm_python) if config.vllm_python else release(config.vllm_version, _device(plan))
     log.info("vLLM %s on %s", accepted.version, accepted.device)
-    _check_model(plan, config, accepted)
     translation = translate(plan, config, accepted, _draft_facts(plan, config))
+    _check_model(plan, config, accepted, translation)
     for line in losses(translation.losses):
         log.log(logging.WARNING if translation.losses else logging.INFO, "%s", line)
-    if config.run:
-        return _run(plan, config, accepted, translation, say)
+    if config.run and config.target == "local":
+        return _run_local(plan, config, accepted, translation, say)
     files = _files(config, accepted, translation)
+    if config.vllm_python and config.target == "ray" and (config.run or "ray" in accepted.packages):
+        log.info("Ray %s takes the application", check_application(files, config.vllm_python))
+    if config.run:
+        return run_ray(config, files, translation.names[0], lambda url: say(f"ready: {url}"))
     if config.output is None:
         say("\n".join([*losses(translation.losses), "", *_shown(files)]))
     else:
@@ -64,9 +69,10 @@ def _device(plan: Plan) -> str:
     return "cpu" if plan.hardware.startswith("cpu") else "cuda"
 
 
-def _check_model(plan: Plan, config: DeployConfig, accepted: Accepted) -> None:
+def _check_model(plan: Plan, config: DeployConfig, accepted: Accepted, translation: Translation) -> None:
     """Refuse a checkpoint that vLLM does not load, or that was not made yet."""
-    check_checkpoint(plan.decode, accepted.device, accepted.packages)
+    dtype = translation.roles[-1].options.get("dtype", "auto")
+    check_checkpoint(plan.decode, accepted.device, accepted.packages, dtype)
     if config.run and config.model is None and plan.weights.convert and not Path(plan.decode.model).exists():
         raise ModelNotFoundError(
             f"the checkpoint of the plan is not there: {plan.decode.model}", hint=f"make it: {plan.weights.convert}"
@@ -122,10 +128,8 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
             part.write_text(content, encoding="utf-8")
 
 
-def _run(plan: Plan, config: DeployConfig, accepted: Accepted, translation: Translation, say: Say) -> int:
+def _run_local(plan: Plan, config: DeployConfig, accepted: Accepted, translation: Translation, say: Say) -> int:
     assert config.vllm_python is not None  # `DeployConfig` refuses to run without
-    if config.target == "ray":
-        return run_ray(_files(config, accepted, translation), config.vllm_python)
     from triblade.deploy.local import LocalRun, run_local
 
     run = LocalRun(plan=plan, config=config, translation=translation, accepted=accepted, python=config.vllm_python)

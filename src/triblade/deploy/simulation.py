@@ -163,13 +163,13 @@ class _Run:
         self._schedule(number)
 
     def _hand_over(self, serving: _Serving, now_s: float) -> None:
-        """The prompt's KV goes to the decode replica, which computes its last token."""
+        """The router hears of it, and the decode replica gets the KV that it lacks, and computes the last token."""
         assert serving.prefill is not None
         serving.prefill.end()
-        request, times = serving.request, self._site.times
-        sent = request.prompt_tokens - request.known_tokens
-        self.replicas[serving.decode.replica.number].receive(request)
-        self._push(now_s + times.transfer_s + sent * times.transfer_token_s, serving.decode.replica.number, request)
+        request, times, number = serving.request, self._site.times, serving.decode.replica.number
+        sent_tokens = self.replicas[number].receive(request)
+        takes_s = times.request_s + times.transfer_s + sent_tokens * times.transfer_token_s
+        self._push(now_s + takes_s, number, request)
 
 
 def _summary(requests: Sequence[SimulatedRequest], run: _Run, last_s: float) -> Simulated:

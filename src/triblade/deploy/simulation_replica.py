@@ -76,10 +76,12 @@ class SimulatedReplica:
             passed = min(self._length, max(1, math.ceil((now_s - self._begun_s) / self._step_s)))
             self._set_length(passed)
 
-    def receive(self, request: SimulatedRequest) -> None:
-        """The KV of its prompt is here before it comes."""
+    def receive(self, request: SimulatedRequest) -> int:
+        """The KV of its prompt is here before it comes; how many tokens of it are sent."""
+        lacking = request.prompt_tokens - self._hit(request)
         request.known_tokens = request.prompt_tokens
         self._remember(request.conversation, request.prompt_tokens)
+        return lacking
 
     def finish(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
         """The stretch is over: requests that got their first token, and those that are done. The next one begins."""

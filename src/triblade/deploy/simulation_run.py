@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from triblade.config import Plan, RouteConfig, SimulateConfig, Workload, read_toml
+from triblade.config import Plan, RouteConfig, SimulateConfig, Workload, read_toml, to_toml
 from triblade.deploy.simulation import Site
+from triblade.deploy.simulation_plan import fleet_plan
 from triblade.deploy.simulation_replica import Limits
 from triblade.deploy.simulation_size import Question, Sized, fewest, fewest_apart
 from triblade.deploy.simulation_times import StepTimes, predicted_times
 from triblade.deploy.simulation_traffic import Traffic
 from triblade.errors import ConfigError, ModelNotFoundError
+from triblade.files import written_whole
 from triblade.tune.candidates import weights
 from triblade.tune.gates import Task, cost_of, memory_of
 from triblade.tune.hardware import Hardware, find_hardware, kernels_of
@@ -86,6 +88,15 @@ def answer(config: SimulateConfig) -> Answer:
             hint="a goal below what one request alone takes is never kept; allow more, or raise --max-replicas",
         )
     return Answer(question, found)
+
+
+def write_plan(config: SimulateConfig, found: Answer) -> None:
+    """The fleet as a plan, if that is asked for."""
+    if config.plan is None or config.output is None:
+        return
+    made = fleet_plan(read_toml(Plan, config.plan), found.question, found.best)
+    with written_whole(config.output) as whole:
+        whole.write_text(to_toml(made), encoding="utf-8")
 
 
 def question_of(config: SimulateConfig) -> Question:

@@ -45,6 +45,12 @@ TRANSFER_LOST = {
     "remote_kv_share": "requests whose keys and values are on their way may hold any share of the blocks",
     "transfer_timeout_s": "the connector decides how long it waits",
 }
+OWN_HOST = "it keeps what an engine computed for that engine alone, so nothing goes from prefill to decode engines"
+CONNECTOR_LOST = {
+    "OffloadingConnector": OWN_HOST,
+    "SimpleCPUOffloadConnector": OWN_HOST,
+    "MooncakeConnector": "it wants ids from a router of its own, and prompts are handed over as for NixlConnector",
+}
 TRANSFER_OWN = ("connector", "lease_s", "remote_prefill_tokens")
 TOPOLOGY_LOST = {
     "pd_isolation": "prefill and decode are engines of their own, each with its weights",
@@ -140,6 +146,9 @@ def translate(plan: Plan, config: DeployConfig, accepted: Accepted, drafts: Draf
     wanted: tuple[Role, ...] = ("prefill", "decode") if _is_disaggregated(work) else ("whole",)
     roles = tuple(_role(work, role) for role in wanted)
     _transfer_losses(work)
+    names = config.served_model_name or (plan.decode.model,)
+    if config.target == "ray" and len(names) > 1:
+        work.lose("served_model_name", ", ".join(names[1:]), "Ray serves a model under one name, the first")
     for one in roles:
         check(one.options, accepted)
     if config.strict and work.losses:
@@ -148,7 +157,6 @@ def translate(plan: Plan, config: DeployConfig, accepted: Accepted, drafts: Draf
             hint="change the plan, or leave --strict out",
             param="strict",
         )
-    names = config.served_model_name or (plan.decode.model,)
     return Translation(roles=roles, losses=tuple(work.losses), names=names)
 
 
@@ -258,9 +266,9 @@ def _transfer(work: _Work, role: Role) -> dict[str, Any]:
         "kv_load_failure_policy": work.config.kv_load_failure_policy,
     }
     lease = work.plan.transfer.lease_s
-    if lease != type(work.plan.transfer).lease_s:
-        found["kv_connector_extra_config"] = {"kv_lease_duration": round(lease)}
-    return found
+    extra = {} if lease == type(work.plan.transfer).lease_s else {"kv_lease_duration": round(lease)}
+    extra |= dict(map(_given_option, work.config.kv_connector_option))
+    return found | ({"kv_connector_extra_config": extra} if extra else {})
 
 
 def _parallel(tensor: int, pipeline: int) -> dict[str, Any]:
@@ -282,6 +290,9 @@ def _transfer_losses(work: _Work) -> None:
     tables: list[tuple[object, Mapping[str, str]]] = [(work.plan.topology, TOPOLOGY_LOST)]
     if _is_disaggregated(work):
         tables.append((work.plan.transfer, TRANSFER_LOST))
+        connector = work.config.kv_connector
+        if connector in CONNECTOR_LOST:
+            work.lose("kv_connector", connector, CONNECTOR_LOST[connector])
         if _is_cluster(work):
             why = "the cluster's router sends every prompt to a prefill engine first, short ones too"
             work.lose("remote_prefill_tokens", work.plan.transfer.remote_prefill_tokens, why)

@@ -1,33 +1,24 @@
 """vLLM servers on this host: started with their share of the machine, awaited, watched, ended.
 
-Each is a session of its own, so that what it started ends with it, and gets a signal when this process is gone (`tether`). Knows
-options as data only, and no request.
+Knows options as data only, and no request.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from triblade.config.environment import extended_environment
+from triblade.deploy.attached import AttachedProcess
 from triblade.deploy.flags import SERVER_MODULE, flags
 from triblade.deploy.translation import Role
 from triblade.errors import EngineDeadError
-
-log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 END_TIMEOUT_S = 15.0  # beyond the drain time, until a server is killed
@@ -51,7 +42,7 @@ class ServerStart:
     port: int
 
 
-class VLLMServer:
+class VLLMServer(AttachedProcess):
     """One vLLM process.
 
     Args:
@@ -60,25 +51,10 @@ class VLLMServer:
     """
 
     def __init__(self, python: Path, start: ServerStart) -> None:
-        self.name, self.role = start.name, start.role
+        self.role = start.role
         self.url = f"http://{start.host}:{start.port}"
         words = [*flags(start.options), "--host", start.host, "--port", str(start.port)]
-        command = [str(python.absolute()), "-m", SERVER_MODULE, *words]
-        log.debug("starting %s: %s", start.name, " ".join(command))
-        with resources.as_file(resources.files("triblade.deploy") / "tether.py") as tether:
-            self._process = subprocess.Popen(
-                [sys.executable, str(tether), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                start_new_session=True,
-                env=extended_environment(start.variables),
-            )
-        log.info("%s: process %d, %s", start.name, self._process.pid, self.url)
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
+        super().__init__(start.name, [str(python.absolute()), "-m", SERVER_MODULE, *words], start.variables)
 
     @property
     def is_ready(self) -> bool:
@@ -86,21 +62,6 @@ class VLLMServer:
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health", timeout=1.0, trust_env=False).status_code == httpx.codes.OK
         return False
-
-    def end(self) -> None:
-        """Ask it to end."""
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it has ended, and everything that it started."""
-        try:
-            self._process.wait(max(0.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            log.warning("%s does not end and is killed", self.name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def wait_until_ready(servers: Sequence[VLLMServer], timeout_s: float) -> None:
@@ -119,7 +80,7 @@ def wait_until_ready(servers: Sequence[VLLMServer], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def check_alive(servers: Sequence[VLLMServer]) -> None:
+def check_alive(servers: Sequence[AttachedProcess]) -> None:
     """Raises:
     EngineDeadError: one has ended.
     """

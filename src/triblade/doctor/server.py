@@ -41,6 +41,7 @@ class Server:
         self._http = http
         self.model = ""
         self.max_model_len: int | None = None
+        self._knows_ignore_eos = True
 
     async def connect(self) -> None:
         """Ask for the model's name and length.
@@ -60,10 +61,28 @@ class Server:
             ) from error
         self.max_model_len = card.get("max_model_len")
 
+    async def begin(self, prompt: str) -> None:
+        """One token, of which nothing is measured, and whether `ignore_eos` is known: some refuse what the OpenAI API lacks.
+
+        Raises:
+            ConfigError: it completes no text at all.
+        """
+        answer = await self.complete(prompt, 1, ignore_eos=True)
+        if answer.error:
+            self._knows_ignore_eos = False
+            answer = await self.complete(prompt, 1)
+        if answer.error:
+            raise ConfigError(
+                f"{self._root} completes no text: {answer.error}",
+                hint="doctor asks /v1/completions; `triblade bench URL --endpoint chat` measures a server of chats alone",
+            )
+
     async def complete(
         self, prompt: str | list[int], max_tokens: int, *, into: Answer | None = None, **options: Any
     ) -> Answer:
         """A streamed completion, as it comes `into` an answer that others watch; a failure is part of it."""
+        if not self._knows_ignore_eos:
+            options.pop("ignore_eos", None)
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, **options}
         answer, begun = into or Answer(), time.perf_counter()
         last = begun

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from triblade import host
+from triblade.bench.cores import Cores
 from triblade.doctor.server import CONNECT_TIMEOUT_S, Answer, Server
 from triblade.doctor.symptoms import LongPrompt, Visit
 from triblade.quant.repetition import repetition_rate
@@ -43,7 +43,7 @@ async def visit(
     """Look at the server at `url`; `text` is scored if the server scores prompts.
 
     Raises:
-        ConfigError: no OpenAI server answers there.
+        ConfigError: no OpenAI server answers there, or none that completes text.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -65,14 +65,14 @@ async def visit(
 
 
 async def _alone(server: Server, found: Visit) -> None:
-    await server.complete(SAMPLE, 1)  # what is made at the first request is no figure of the others
+    await server.begin(SAMPLE)  # what is made at the first request is no figure of the others
     answer = await server.complete(SAMPLE, ANSWER_TOKENS, temperature=0, ignore_eos=True)
     found.first_s, found.gaps_s = answer.first_s, answer.gaps_s
 
 
 async def _many(server: Server, found: Visit, *, is_here: bool) -> None:
     """Several requests at once, while the gauges are watched."""
-    before, cores = await server.readings(), _Cores()
+    before, cores = await server.readings(), Cores()
     readings = await _watched(server, asyncio.gather(*(_ask(server, number) for number in range(AT_ONCE))))
     after = await server.readings()
     found.asked_at_once = AT_ONCE
@@ -85,7 +85,8 @@ async def _many(server: Server, found: Visit, *, is_here: bool) -> None:
         is_here and server_s > 0 and "prefill_workers" not in after
     ):  # the processor time of workers is not in the readings
         found.cores = host.usable_cores()
-        found.busy_cores, found.foreign_cores = cores.used(server_s)
+        found.busy_cores = server_s / cores.seconds
+        found.foreign_cores = cores.others(found.busy_cores + cores.own)
         found.busy_share = found.busy_cores / found.cores
 
 
@@ -164,23 +165,3 @@ async def _perplexity(server: Server, text: str) -> float | None:
 
 def _growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
-
-
-class _Cores:
-    """Processor time of the machine and of this process, from now on."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._all, self._own = self._now()
-
-    def used(self, server_s: float) -> tuple[float, float]:
-        """Cores that the server kept busy, and those that everybody else but this process did."""
-        seconds = time.monotonic() - self._begun
-        everything, own = self._now()
-        others = everything - self._all - (own - self._own) - server_s
-        return server_s / seconds, max(0.0, others / seconds)
-
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        return sum(whole) - whole.idle - getattr(whole, "iowait", 0.0), own.user + own.system

@@ -86,12 +86,10 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = Field(None, description="Send one more chunk with the usage and without choices.")
 
 
-class GenerationBody(RequestBody):
-    """Fields that completions and chat completions share."""
+class SamplingFields(RequestBody):
+    """Fields of everything that is answered with text."""
 
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
-    stream_options: StreamOptions | None = None
-    n: Integer | None = Field(None, description="Number of choices per prompt; default 1.")
     seed: Seed | None = None
     stop: Stop | None = Field(None, description="Strings that end a choice; not part of the answer.")
     temperature: float | None = Field(None, description="0 is greedy; default 1, or the model's.")
@@ -101,6 +99,14 @@ class GenerationBody(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
+
+
+class GenerationBody(SamplingFields):
+    """Fields that completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Integer | None = Field(None, description="Number of choices per prompt; default 1.")
     logit_bias: dict[str, float] | None = Field(None, description="Token id (a string of digits) -> -100 to 100.")
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
@@ -113,7 +119,6 @@ class GenerationBody(RequestBody):
     prompt_logprobs: Integer | None = Field(None, description="Log-probabilities of the prompt; not with stream.")
     return_token_ids: bool | None = Field(None, description="Add the ids of prompt and answer.")
     return_speculation: bool | None = Field(None, description="Add what was drafted and accepted, step by step.")
-    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
     response_format: dict[str, Any] | None = Field(None, description="type text, json_object or json_schema.")
     structured_outputs: dict[str, Any] | None = Field(None, description="One of json, regex, choice, grammar.")
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema.")
@@ -185,7 +190,7 @@ class TokenizeRequest(TemplateFields):
         return self
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(SamplingFields):
     """Body of POST /v1/responses; nothing is stored, so a conversation is sent whole."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Hello"}]})
@@ -194,20 +199,9 @@ class ResponsesRequest(RequestBody):
         description="A text, or items: messages, calls, their results, reasoning."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = Field(
         None, description="Default: the rest of the context."
     )
-    temperature: float | None = Field(None, description="0 is greedy; default 1, or the model's.")
-    top_p: float | None = None
-    top_k: Integer | None = Field(None, description="0 or -1: all.")
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Seed | None = None
-    stop: Stop | None = Field(None, description="Strings that end the answer; not part of it.")
-    priority: Integer | None = Field(None, description="Lower is served first; default 0.")
     text: dict[str, Any] | None = Field(None, description="`format`: type text, json_object or json_schema.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: dict[str, Any] | str | None = Field(None, description="auto, none, required, or a function.")

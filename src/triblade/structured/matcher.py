@@ -6,9 +6,11 @@ request. Special tokens have no text here, so no grammar allows one: end tokens 
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch import Tensor
 from triblade.models.tokenizer import Tokenizer
 from triblade.spec.token_mask import has_token, packed
 from triblade.structured.patience import SLOW, Worker
+
+log = logging.getLogger(__name__)
 
 HALF = re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair
 HALF_BEGIN = b"\xed"
@@ -187,13 +191,18 @@ class GrammarConstraint:
         return bool(self._accepted) and self._accepted[-1] in self._vocabulary.openers
 
     def _computed(self, call: Callable[[], Any]) -> Any:
-        """What the library says about the text so far; None where it does not say so in time, which is a fault.
+        """What the library says about the text so far; None where it fails or does not say so in time, which is a fault.
 
         What counts is the time that it computes, so that a busy machine makes no grammar slow.
         """
         if self._is_lost:
             return None
-        found, spent_s = self._timed(call) if not self._is_suspect else self._elsewhere(call)
+        try:
+            found, spent_s = self._timed(call) if not self._is_suspect else self._elsewhere(call)
+        except Exception as error:  # the library's own: it ends this output and nobody else's
+            log.exception("a grammar cannot be followed any more")
+            self._is_lost, self.fault = True, f"the grammar cannot be followed: {error}"
+            return None
         self._left_s -= spent_s
         self._is_suspect |= spent_s > SUSPECT_S
         if self.fault is None and (self._is_lost or self._left_s < 0):
@@ -209,10 +218,17 @@ class GrammarConstraint:
 
     def _elsewhere(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """The same by a thread that can be left; None, and the matcher is lost, if it does not come back in time."""
-        found = list[tuple[Any, float]]()
+        found = Future[tuple[Any, float]]()
+
+        def compute() -> None:
+            try:
+                found.set_result(self._timed(call))
+            except Exception as error:  # raised where it is waited for
+                found.set_exception(error)
+
         self._worker = self._worker or Worker()
-        self._is_lost = not self._worker.run(lambda: found.append(self._timed(call)), self._left_s)
-        return (None, 0.0) if self._is_lost else found[0]
+        self._is_lost = not self._worker.run(compute, self._left_s)
+        return (None, 0.0) if self._is_lost else found.result()
 
     def _catch_up(self) -> None:
         """Have the library follow the accepted tokens."""

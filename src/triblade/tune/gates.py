@@ -27,7 +27,11 @@ MOST_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a plan is made for."""
+    """What a plan is made for.
+
+    Attributes:
+        requests: of the test that is to be predicted; infinite: traffic that goes on.
+    """
 
     shape: ModelShape
     site: Site
@@ -35,6 +39,7 @@ class Task:
     goals: Goals
     quality: QualityFloor
     engine: ServingEngine
+    requests: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,8 @@ def judge(candidate: Candidate, task: Task) -> Judged | Rejection:
     if most < 1:
         reason = f"no room for the KV of one request beside {_gb(memory.weight_bytes)} of weights"
         return Rejection(candidate=candidate, gate="memory", reason=reason)
-    outcome = predict(candidate, cost, task.site, task.workload, most * num_decoders(candidate, task.site.devices))
+    most *= num_decoders(candidate, task.site.devices)
+    outcome = predict(candidate, cost, task.site, task.workload, most, task.requests)
     if isinstance(outcome, float):
         reason = f"{task.workload.request_rate:g} requests/s, {outcome:.3g} at most"
         return Rejection(candidate=candidate, gate="rate", reason=reason)

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from triblade.config import EngineConfig, Figure, Plan, PlanConfig, TopologyConfig, TransferConfig, WeightPlan, to_flags
-from triblade.tune.gates import Judged, Task, context_length
+from triblade.tune.gates import Judged, Task, context_length, tokens_of_a_request
 from triblade.tune.planner import TIE, Decision, agreement, alternatives, sequences_of
 from triblade.tune.rules import DIRECT_PROMPT_TOKENS, SPECULATE_PROMPT_TOKENS, acceptance, advice
 from triblade.tune.serving import Candidate, link_bytes_per_s, wire_codec
@@ -174,16 +174,24 @@ def figures(decision: Decision) -> Iterator[Figure]:
 
 
 def memory_gb(decision: Decision) -> float:
-    """Of a device: weights, activations and what the requests in flight hold; of a host also what processes are without these."""
+    """Of a device: weights, activations and what requests hold of the cache; of a host also what processes are without these."""
     memory = decision.chosen.memory
-    held = kv_bytes(decision, sequences_of(decision.chosen, decision.task))
-    own = memory.total_bytes - memory.kv_bytes + held
+    held: float = kv_bytes(decision, sequences_of(decision.chosen, decision.task))
+    own = memory.total_bytes - memory.kv_bytes
     if decision.task.site.hardware.kind == "cpu":
+        held = min(held, touched_bytes(decision))
         has_workers = decision.chosen.candidate.placement == "one"
         own += PROCESS_BYTES * (3 if has_workers else 1) + (memory.activation_bytes if has_workers else 0)
         if decision.chosen.candidate.drafter == "eagle":
             own += HEAD_BYTES * (2 if has_workers else 1)
-    return own / 1e9
+    return (own + held) / 1e9
+
+
+def touched_bytes(decision: Decision) -> float:
+    """Of the cache, what a test's requests write in each role: blocks take memory when they are first used, then stay."""
+    chosen, task = decision.chosen, decision.task
+    roles = 2 if chosen.candidate.placement == "one" else 1
+    return roles * task.requests * tokens_of_a_request(task.workload) * chosen.cost.kv_token_bytes
 
 
 def reasons(decision: Decision) -> Iterator[str]:
@@ -204,6 +212,8 @@ def reasons(decision: Decision) -> Iterator[str]:
     for axis, other in alternatives(decision).items():
         yield f"{axis}: the best other choice ({_of_axis(axis, other.candidate)}) is predicted {_slower(other, chosen)}"
     drafter = chosen.candidate.drafter
+    if drafter is None and "drafts" not in alternatives(decision):
+        yield f"drafts: no guess pays with {chosen.outcome.in_flight:.3g} requests in flight"
     if drafter is not None:
         yield f"acceptance of {drafter}: {acceptance(drafter).source}"
     if chosen.candidate.weights.bits == 3:

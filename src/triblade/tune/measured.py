@@ -54,6 +54,7 @@ class Run:
     tokens_per_step: float | None = None  # of steps with guesses
     prompt_tokens: float = 0.0  # of a request, on average
     sent_bytes: float = 0.0  # of KV rows between workers
+    other_cores: float = 0.0  # that something else kept busy, on average
     failed: int = 0
 
 
@@ -132,6 +133,7 @@ def run_of(summary: Mapping[str, Any]) -> Run:
         tokens_per_step=target.get("mean_accepted_length"),
         prompt_tokens=summary["prompt_tokens"] / max(1, good),
         sent_bytes=target.get("kv_transfer_wire_bytes", 0.0),
+        other_cores=target.get("mean_other_cores", 0.0),
         failed=summary["failed"],
     )
 

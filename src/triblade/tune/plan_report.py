@@ -23,12 +23,19 @@ def describe(decision: Decision, plan: Plan, config: PlanConfig) -> str:
         f"{config.model} on {config.devices} x {hardware.name} ({hardware.label}: {hardware.source})",
         f"workload {workload.name}: prompts of {workload.prompt_tokens}, answers of {workload.output_tokens} tokens, {load}",
         "",
-        f"chosen: {decision.chosen.candidate}",
+        f"chosen: {decision.chosen.candidate}{_on_each(decision)}",
     ]
     parts = [head, list(_comparison(decision)), list(_figures(plan)), list(_bill(decision.bill))]
     parts += [["because:", *(f"  - {reason}" for reason in plan.reasons)], list(_others(decision))]
     parts += [["run:", *(f"  {command}" for command in commands(plan, config))]]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _on_each(decision: Decision) -> str:
+    """Where several devices have an engine each."""
+    candidate, devices = decision.chosen.candidate, decision.task.site.devices
+    is_copied = candidate.placement == "together" and devices > candidate.tensor_parallel
+    return f" on each of {devices // candidate.tensor_parallel} devices" if is_copied else ""
 
 
 def as_json(decision: Decision, plan: Plan, config: PlanConfig) -> dict[str, Any]:
@@ -79,9 +86,14 @@ def _numbers(judged: Judged) -> dict[str, float]:
 
 def _figures(plan: Plan) -> Iterator[str]:
     for label in ("predicted", "rule", "measured"):
-        found = [f"{f.name} {f.value:.4g} {f.unit}" for f in plan.prediction if f.label == label]
+        found = [f"{f.name} {_short(f.value)} {f.unit}" for f in plan.prediction if f.label == label]
         if found:
             yield f"{label}: {', '.join(found)}"
+
+
+def _short(value: float) -> str:
+    """Four digits, all of them where there are more before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _bill(found: Bill | None) -> Iterator[str]:

@@ -77,7 +77,7 @@ def decide(config: PlanConfig, shape: ModelShape, hardware: Hardware) -> Decisio
         every = candidates(
             shape, hardware, config.devices, config.draft_model, small_chunks=config.pause_ms is not None
         )
-        judged = [judge(one, task) for one in every]
+        judged = [_guessing(judge(one, task)) for one in every]
         rejected += [one for one in judged if isinstance(one, Rejection)]
         ranked = rank([one for one in judged if isinstance(one, Judged)], rules, config.objective)
         if ranked:
@@ -155,6 +155,14 @@ def sequences_of(judged: Judged, task: Task) -> int:
     mean = judged.outcome.in_flight / engines
     burst = 0.0 if task.workload.request_rate is None else mean + BURST_DEVIATIONS * math.sqrt(mean)
     return max(1, math.ceil(max(1.5 * mean, burst)))
+
+
+def _guessing(judged: Judged | Rejection) -> Judged | Rejection:
+    """A last gate of plans: a drafter that makes no guess, since none pays, is the same as none."""
+    if isinstance(judged, Rejection) or judged.candidate.drafter is None or judged.outcome.tokens_per_step > 1:
+        return judged
+    reason = f"no guess pays with {judged.outcome.in_flight:.3g} requests in flight"
+    return Rejection(candidate=judged.candidate, gate="drafts", reason=reason)
 
 
 def _task(config: PlanConfig, shape: ModelShape, hardware: Hardware, workload: Workload, engine: ServingEngine) -> Task:

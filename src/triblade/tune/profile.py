@@ -1,13 +1,14 @@
 """What this machine reaches, measured in a few seconds and kept: bandwidth of its memory and rates of its products.
 
 On a CPU the native kernels are timed where they are, those for 16-bit weights, too; without them torch is. Of a GPU the
-memory is read and the rest taken from its data sheet. Numbers are medians of short runs, on a machine that should do nothing else
-meanwhile. Invariant: no run lasts longer than `SECONDS`, none takes more than `BYTES` of memory.
+memory is read and the rest taken from its data sheet. Numbers are medians of short runs; what was measured while others used the
+processor is not kept. Invariant: no run lasts longer than `SECONDS`, none takes more than `BYTES` of memory.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import statistics
 import time
@@ -17,10 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from triblade import host
+from triblade.bench.cores import Cores
 from triblade.config import cache_dir, from_mapping
 from triblade.engine.native_program import native_module
 from triblade.errors import UnsupportedError
@@ -31,11 +34,14 @@ PROFILE = "hardware.json"  # under the folder of downloads
 SECONDS = 0.8
 BYTES = 256 * 2**20
 ROWS, WIDTH, GROUP = 64, 1024, 64  # of the product that is timed
-VERSION = 2
+VERSION = 3
+MOST_BUSY = 0.1  # share of the cores that others may use while a profile is measured that is worth keeping
+
+log = logging.getLogger(__name__)
 
 
 def this_machine(folder: Path | None = None) -> Hardware:
-    """The profile of this machine, measured if it was not or if the machine has changed.
+    """The profile of this machine, measured if it was not, or while others used it, or if the machine has changed.
 
     Raises:
         UnsupportedError: it has a GPU that there is no data sheet of.
@@ -44,7 +50,12 @@ def this_machine(folder: Path | None = None) -> Hardware:
     found = _read(path)
     if found is not None:
         return found
+    cores = Cores()
     measured = _gpu() if torch.cuda.is_available() else _cpu(host.usable_cores())
+    busy = cores.others(cores.own)
+    if measured.kind == "cpu" and busy > MOST_BUSY * (psutil.cpu_count() or 1):
+        log.warning("others kept %.1f cores busy while this machine was measured: its figures are not kept", busy)
+        return measured
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": _identity(), "profile": asdict(measured)}), encoding="utf-8")
     return measured

@@ -91,6 +91,7 @@ def ppl_increase(scheme: str) -> float:
     return value
 
 
+@cache
 def acceptance(drafter: str) -> Acceptance:
     """What a drafter is worth."""
     return from_mapping(Acceptance, _tables()["acceptance"][drafter])

@@ -11,7 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from triblade.bench.run import is_url
 from triblade.config import Plan, TuneConfig, to_toml
+from triblade.errors import UnsupportedError
 from triblade.files import written_whole
 from triblade.models.checkpoint import open_checkpoint
 from triblade.models.source import resolve
@@ -41,10 +43,17 @@ def tune(config: TuneConfig) -> str:
     """Tune, write plan and report, and tell what was found.
 
     Raises:
+        UnsupportedError: the model is the address of a server.
         ConfigError: see `Journal`.
         TribladeError: the model cannot be read.
         KeyboardInterrupt: interrupted; plan and report hold what was measured.
     """
+    if is_url(config.model):
+        raise UnsupportedError(
+            f"tune starts the engines that it measures, got an address: {config.model}",
+            hint="`triblade bench URL` measures a fleet, `triblade simulate` says how many engines of each kind it should have",
+            param="model",
+        )
     if config.overwrite:
         (config.output / FILE).unlink(missing_ok=True)
     shape = open_shape(config.model)

@@ -2,12 +2,14 @@
 
 Closed loop: users wait for their answers. One device takes turns between prompts and steps, so everybody's prompts delay
 everybody's tokens; with workers of their own they do not, and the slower stage sets the pace. Where answers are of one length,
-users move in waves: who begins together ends together, so prompts meet each other and not others' tokens. Open loop: the requests
-in flight follow from the rate by Little's law; a rate that is never caught up with has no answer.
+users move in waves: all prompts wait for each other once, when users begin together, and later those that share a step do.
+Open loop: the requests in flight follow from the rate by Little's law; a rate that is never caught up with has no answer.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,13 +22,14 @@ Placement = Literal[
     "together", "one", "two"
 ]  # prefill and decode in one engine, in two on one device, on devices of their own
 UNEVEN = frozenset({"random", "short", "long-output"})  # workloads whose answers differ in length
-ITERATIONS = 40
+ITERATIONS, SETTLED = 40, 1e-5
 MOST_WAITING = 0.95
 SHARED_DEVICE_COST = 1.03  # two processes taking turns on one GPU; a guess, not measured
 SLICED_STEPS = 2.0  # that a step takes beside a prompt on the same GPU, by time slices; a guess, not measured
 CORES_OF_BANDWIDTH = (
     0.6  # exponent: half of the cores read two thirds of the bandwidth (docs/log.md: 20 to 27 of 34 to 42 GB/s)
 )
+TURN_S = 0.01  # from the end of an answer to the same user's next prompt in the queue, tokenized
 HOST_LINK_SHARE = 0.25  # of the memory's bandwidth, for rows between two processes of a host
 WIRE_BYTES = {"raw": 1.0, "int8": 0.51}  # of a bfloat16 row; benchmarks/results/kv-codecs.json
 WIRE_BYTES_PER_S = 0.6e9  # that a core encodes and decodes with int8; the same file
@@ -52,7 +55,7 @@ class Candidate:
         where = {
             "together": f"one engine in steps of {self.chunk} tokens" if self.chunk else "one engine",
             "one": f"P/D {self.split} on one device",
-            "two": f"P/D on {self.prefill_devices} + other devices",
+            "two": f"P/D with {self.prefill_devices} device{'s' * (self.prefill_devices > 1)} for prompts",
         }[self.placement]
         parallel = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.weights.scheme}, KV {self.kv_dtype}, {drafts}, {where}{parallel}"
@@ -98,7 +101,12 @@ def expected_tokens(candidate: Candidate, workload: Workload) -> tuple[float, fl
 
 
 def predict(
-    candidate: Candidate, cost: StepCost, site: Site, workload: Workload, most_in_flight: float
+    candidate: Candidate,
+    cost: StepCost,
+    site: Site,
+    workload: Workload,
+    most_in_flight: float,
+    requests: float = math.inf,
 ) -> Outcome | float:
     """What users will see; a number, where the rate is too much: the requests per second that it can do at most.
 
@@ -108,17 +116,26 @@ def predict(
         site: where it runs.
         workload: what is asked for.
         most_in_flight: requests whose KV fits, on all devices together.
+        requests: of the test whose means are asked for; infinite: traffic that goes on.
     """
-    load = _Load(candidate, cost, site, workload, most_in_flight)
+    load = _Load(candidate, cost, site, workload, most_in_flight, requests)
     full = load.closed(most_in_flight).requests_per_s
     if workload.request_rate is None:
         return replace(load.closed(workload.concurrency), capacity_requests_per_s=full)
     if workload.request_rate >= full * MOST_WAITING:
         return full * MOST_WAITING
-    users = workload.request_rate * load.closed(1).e2el_s
-    for _ in range(ITERATIONS):
-        users = (users + workload.request_rate * load.closed(max(users, 1e-3)).e2el_s) / 2
+    rate = workload.request_rate
+    users = settled(lambda n: rate * load.closed(max(n, 1e-3)).e2el_s, rate * load.closed(1).e2el_s)
     return replace(load.closed(users), requests_per_s=workload.request_rate, capacity_requests_per_s=full)
+
+
+def settled(step: Callable[[float], float], value: float) -> float:
+    """What a step no longer changes, or hardly; half of each step is taken, since whole ones may go to and fro."""
+    for _ in range(ITERATIONS):
+        before, value = value, (value + step(value)) / 2
+        if abs(value - before) <= SETTLED * abs(value):
+            break
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +147,7 @@ class _Load:
     site: Site
     workload: Workload
     most_in_flight: float
+    requests: float
 
     def closed(self, users: float) -> Outcome:
         """Means with so many users; those whose KV does not fit wait, and their wait is part of the first token's."""
@@ -145,7 +163,7 @@ class _Load:
             requests_per_s=users / cycle_s,
             capacity_requests_per_s=users / cycle_s,
             pause_s=self._pause_s(running),
-            tokens_per_step=expected_tokens(self.candidate, self.workload)[0],
+            tokens_per_step=self._drafting(self._paying_length(running))[0],
             in_flight=users,
         )
 
@@ -155,7 +173,7 @@ class _Load:
             return self._apart(users)
         each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
         decode_s = self._decode_s(self.cost, each, sending=1.0)
-        first_s, prompts_s = self._wave(self.cost, each) if self._is_even else self._mixed(each, decode_s)
+        first_s, prompts_s = self._wave(each, decode_s) if self._is_even else self._mixed(each, decode_s)
         shared = SHARED_DEVICE_COST if self.candidate.placement == "one" else 1.0
         e2el_s = (prompts_s + decode_s) * shared
         return min(first_s * shared + self._transfer_s(), e2el_s), e2el_s
@@ -164,14 +182,28 @@ class _Load:
         """First token of a request that comes at any time, and all prompts that are computed while it is here."""
         prompt_s = self._prompts_s(self.cost, 1.0)
         others = (users - 1) * prompt_s / (users * prompt_s + decode_s)
-        first_s = prompt_s / (1 - min(others, MOST_WAITING)) + decode_s / max(1, self.workload.output_tokens - 1)
+        first_s = prompt_s / (1 - min(others, MOST_WAITING)) + self._token_s(decode_s)
         return first_s, users * prompt_s
 
-    def _wave(self, cost: StepCost, users: float) -> tuple[float, float]:
-        """The mean first token and the last one of prompts that come together; those within one chunk end with it."""
+    def _wave(self, users: float, decode_s: float) -> tuple[float, float]:
+        """The mean first token, and all prompts that are computed while a request is here; those within a chunk end with it.
+
+        When users begin together, each turn of prompts waits for all before it. In these steps the earlier users get tokens, so
+        that they end earlier: by as many steps as the next turn's prompts take, which are thus done just when that turn ends. From
+        then on a prompt waits only for the steps that its predecessor lost between an answer and the next question.
+        """
         together = self._prompts_of_a_chunk(users)
-        chunk_s, turns = self._prompts_s(cost, together), users / together
-        return chunk_s * (turns + 1) / 2, chunk_s * turns
+        turn_s, turns = self._prompts_s(self.cost, together), users / together
+        steps = max(1.0, together * self._new_tokens / self.site.chunk)
+        burst = steps * (turns - 1) / 2
+        lost = (1 + TURN_S / max(self._token_s(decode_s), 1e-9)) * (turns - 1) / turns
+        first_share = min(1.0, self.workload.concurrency / self.requests)  # of a test, those that begin together
+        waited = first_share * burst + (1 - first_share) * min(burst, lost)
+        return turn_s * (1 + waited / steps), turn_s * turns
+
+    def _token_s(self, decode_s: float) -> float:
+        """A token's part of an answer's time."""
+        return decode_s / max(1, self.workload.output_tokens - 1)
 
     def _apart(self, users: float) -> tuple[float, float]:
         """The same where prompts have devices, or cores, of their own: two stages side by side."""
@@ -179,16 +211,20 @@ class _Load:
         together = self._prompts_of_a_chunk(users / servers) if self._is_even else 1.0
         prompt_s = self._prompts_s(prefill, together)
         turns, moved_s = users / together, self._transfer_s() * together
-        e2el_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams), sending=0.0)
-        for _ in range(ITERATIONS):
+
+        def parts(e2el_s: float) -> tuple[float, float]:
+            """First token and decoding, if a request takes so long."""
             busy = min(turns * prompt_s / servers / e2el_s, MOST_WAITING)
             waiting_s = busy / (1 - busy) * prompt_s / 2 * (turns - 1) / turns if turns > 1 else 0.0
             first_s = waiting_s + prompt_s + moved_s
             share = max(0.05, 1 - first_s / e2el_s)
             # Where both share a host, its other cores send what is ready while no prompt is computed.
-            decode_s = self._decode_s(decode, max(1.0, users * share / streams), sending=busy)
-            e2el_s = max(first_s + decode_s, turns * prompt_s / servers)
-        return e2el_s - decode_s + decode_s / max(1, self.workload.output_tokens - 1), e2el_s
+            return first_s, self._decode_s(decode, max(1.0, users * share / streams), sending=busy)
+
+        begin_s = prompt_s + moved_s + self._decode_s(decode, max(1.0, users / streams), sending=0.0)
+        e2el_s = settled(lambda seconds: max(sum(parts(seconds)), turns * prompt_s / servers), begin_s)
+        decode_s = parts(e2el_s)[1]
+        return e2el_s - decode_s + self._token_s(decode_s), e2el_s
 
     def _pause_s(self, users: float) -> float:
         """Between two tokens of a stream: a step, and beside it in one engine as many tokens of others' prompts as it takes."""
@@ -244,10 +280,20 @@ class _Load:
         Args:
             sending: share of the time for sending answers that this device's processor spends.
         """
-        lengths = range(self._draft_length + 1)
         sending_s = sending * sequences * self.site.kernels.event_us * 1e-6
-        token_s = min((self._step_s(cost, sequences, n) + sending_s) / self._drafting(n)[0] for n in lengths)
+        token_s = min(self._guessing(cost, sequences, sending_s))
         return token_s * max(0, self.workload.output_tokens - 1)
+
+    def _guessing(self, cost: StepCost, sequences: float, sending_s: float) -> list[float]:
+        """Seconds of a token with no guess, one, two and so on, as many as are allowed."""
+        lengths = range(self._draft_length + 1)
+        return [(self._step_s(cost, sequences, n) + sending_s) / self._drafting(n)[0] for n in lengths]
+
+    def _paying_length(self, users: float) -> int:
+        """Guesses that are quickest with so many users."""
+        each = max(1.0, users / (self.site.devices / self.candidate.tensor_parallel))
+        seconds = self._guessing(self.cost, each, each * self.site.kernels.event_us * 1e-6)
+        return seconds.index(min(seconds))
 
     def _step_s(self, cost: StepCost, sequences: float, length: int) -> float:
         """A step of streams, with drafting for it."""

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triblade.config import BenchConfig, Figure, Goals, Plan, QualityFloor, TuneConfig, WeightPlan, Workload
-from triblade.errors import TuneError
+from triblade.errors import ConfigError, TuneError
 from triblade.tune.candidates import SCHEMES
 from triblade.tune.cost import Weights
 from triblade.tune.gates import Judged, Rejection, Task, judge
 from triblade.tune.hardware import Hardware, kernels_of
 from triblade.tune.make_plan import make_plan
-from triblade.tune.planner import Decision
-from triblade.tune.points import NO_DRAFTER, TOGETHER, Point
+from triblade.tune.planner import Decision, decide
+from triblade.tune.points import NO_DRAFTER, TOGETHER, Point, Space
 from triblade.tune.rules import workload_of
 from triblade.tune.serving import Candidate, Site
 from triblade.tune.shape import ModelShape
@@ -81,6 +81,21 @@ class TrialPlanner:
             reasons=(),
         )
 
+    def chosen(self, space: Space) -> Point | None:
+        """What `plan` would choose; None: nothing, or what is not in the space."""
+        try:
+            candidate = decide(self.config.plan, self.shape, self.hardware).chosen.candidate
+        except ConfigError:
+            return None
+        point = Point(
+            weights=candidate.weights.scheme,
+            kv_dtype=candidate.kv_dtype,
+            drafter=candidate.drafter or NO_DRAFTER,
+            draft_length=candidate.draft_length,
+            placement=candidate.split if candidate.placement == "one" else TOGETHER,
+        ).plain
+        return point if all(getattr(point, name) in values for name, values in space.choices.items()) else None
+
     @property
     def workload(self) -> Workload:
         """What is asked for, on average."""
@@ -95,6 +110,7 @@ class TrialPlanner:
             goals=Goals(),
             quality=QualityFloor(max_ppl_increase=float("inf")),
             engine="triblade",
+            requests=self.config.num_requests,
         )
         found = judge(self._candidate(point), task)
         if isinstance(found, Rejection):

@@ -27,11 +27,13 @@ BETTER, WORSE = "0,114,178", "213,94,0"  # told apart by people who see colours 
 STRONGEST, FULL = 0.6, math.log(3)  # opacity of three times as good or as bad
 WIDTH, HEIGHT, LEFT, BOTTOM, PAD = 400, 280, 48, 36, 24
 TICKS = 4
+LABEL = (14, 10)  # room of a trial's number
 STYLE = """<style>
 .matrices{display:flex;flex-wrap:wrap;gap:1.2rem 2rem}.matrices figure{margin:0}.matrices figcaption{font-weight:600}
 .matrix{border-collapse:separate;border-spacing:3px}.matrix td,.matrix th{border:0;padding:.3rem .5rem;border-radius:4px}
-.matrix td{min-width:4.2rem;text-align:center}.matrix td b{display:block;font-size:15px}.matrix small{opacity:.85}
-.matrix td.chosen{outline:2px solid var(--ink)}.scatter{max-width:480px}.wide td:last-child{min-width:11rem}pre{overflow-x:auto}
+.matrix td{min-width:4.2rem}.matrix td,.matrix tr:first-child th{text-align:center}.matrix small{opacity:.85}
+.matrix td b{display:block;font-size:15px}.matrix td.chosen{outline:2px solid var(--ink)}.scatter{max-width:480px}
+.wide td:last-child:not(.number){min-width:11rem}pre{overflow-x:auto}
 .dot{fill:#0072b2}.dot.dominated{fill:none;stroke:var(--faint)}.dot.none{fill:#d55e00}
 </style>"""
 
@@ -58,7 +60,7 @@ def _summary(report: Report) -> str:
     config, chosen = report.config, report.findings.chosen
     load = f"{config.workload}, {config.concurrency:g} at once" + (f", {config.dataset.name}" if config.dataset else "")
     rows: list[tuple[str, object]] = [("machine", report.machine), ("workload", load)]
-    rows.append(("measured", f"{config.repeats} runs of {config.num_requests} requests each"))
+    rows.append(("measured", f"{config.repeats} run{'s' * (config.repeats > 1)} of {config.num_requests} requests"))
     if chosen is None:
         rows.append(("chosen", "nothing: no trial keeps the quality floor and the goals"))
     else:
@@ -165,13 +167,24 @@ def _scatter(report: Report) -> str:
         x, y = LEFT + across * i / TICKS, base - up * i / TICKS
         parts.append(f'<text x="{x:.0f}" y="{base + 14}" text-anchor="middle">{right * i / TICKS:g}</text>')
         parts.append(f'<text x="{LEFT - 4}" y="{y + 4:.0f}" text-anchor="end">{top * i / TICKS:g}</text>')
-    for trial, time_ms, rate in zip(trials, times, rates, strict=True):
+    places = [(LEFT + across * t / right, base - up * r / top) for t, r in zip(times, rates, strict=True)]
+    for trial, (x, y), (label_x, label_y) in zip(trials, places, labels_apart(places), strict=True):
         kind = "none" if trial == report.findings.none else "" if trial in report.findings.pareto else "dominated"
-        x, y = LEFT + across * time_ms / right, base - up * rate / top
         parts.append(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{trial.number}</text>')
+        parts.append(f'<text x="{label_x:.1f}" y="{label_y:.1f}">{trial.number}</text>')
     opening = f'<svg class="scatter" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="throughput over time">'
     return f"{opening}{''.join(parts)}</svg>"
+
+
+def labels_apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Where the labels of dots stand: to the right, and further to the right where another one stands already."""
+    taken: list[tuple[float, float]] = []
+    for x, y in places:
+        place = (x + 8, y + 4)
+        while any(abs(place[0] - other[0]) < LABEL[0] and abs(place[1] - other[1]) < LABEL[1] for other in taken):
+            place = (place[0] + LABEL[0], place[1])
+        taken.append(place)
+    return taken
 
 
 def _round_up(value: float) -> float:

@@ -24,6 +24,7 @@ PREDICTED = {  # figures that the cost model has, with their labels
     "output_tokens_per_s": "tokens/s",
     "memory_mib": "memory, MiB",
 }
+DISTURBING = 0.3  # cores that something else keeps busy during a run; what is less may be how time is counted
 AXES = {"weights": "weights", "draft_length": "draft length", "placement": "memory of prefill to decode"}
 
 
@@ -123,6 +124,8 @@ def state(trial: Trial, report: Report) -> str:
     found += [f"may not be chosen: {obstacle}"] if obstacle else []
     if (stopped := trial.measurement.stopped) is not None and stopped != obstacle:
         found.append(f"ended early: {stopped}")
+    if (others := trial.mean("other_cores")) > DISTURBING:
+        found.append(f"disturbed: others kept {others:.1f} cores busy")
     return "; ".join(found)
 
 

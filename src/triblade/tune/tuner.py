@@ -106,8 +106,10 @@ class Tuner:
         return verdicts
 
     def _search(self, count: int) -> None:
-        """So many trials: first what the design would begin with, the rest as the search proposes."""
-        self._measure([Wanted(point=nine(self.space)[0], kind="search", why="to begin with")])
+        """So many trials: first what the plan (without one, the design) would begin with, the rest as the search proposes."""
+        planned = self.planner.chosen(self.space)
+        begin, why = (nine(self.space)[0], "to begin with") if planned is None else (planned, "as planned")
+        self._measure([Wanted(point=begin, kind="search", why=why)])
         while sum(trial.kind == "search" for trial in self.journal.trials()) < count and self._has_time():
             self._try(self.journal.begin(None))
 
