@@ -227,6 +227,7 @@ def start_threads(deployment: Deployment) -> TwoEngines:
     (prefill_cores,), (decode_cores,) = placement.shares["prefill"], placement.shares["decode"]
     stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if device.type == "cuda" else None
     lanes: dict[WorkerRole, Lane] = {"prefill": Lane(prefill_cores), "decode": Lane(decode_cores, stream)}
+    sys.setswitchinterval(SWITCH_S)
     client = joined(deployment, model, device, lanes)
     try:
         client.wait(deployment.topology.attach_timeout_s)
@@ -245,7 +246,6 @@ def joined(
     Raises:
         TribladeError: see `assemble`.
     """
-    sys.setswitchinterval(SWITCH_S)
     whole = prepare(deployment.engine, model, device)
     configs: dict[WorkerRole, EngineConfig] = {}
     for role, share in zip(lanes, deployment.topology.shares, strict=True):
