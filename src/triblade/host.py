@@ -13,7 +13,7 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def usable_cores(root: Path = ROOT) -> int:
     A thread beyond the quota would be throttled, and the others would wait for it at every barrier.
     """
     quotas = [_cpu_quota(group) for group in _groups("cpu", root)]
-    return max(1, int(min([float(_affinity()), *(quota for quota in quotas if quota is not None)])))
+    return max(1, int(min([float(len(allowed_cores())), *(quota for quota in quotas if quota is not None)])))
 
 
 def memory(root: Path = ROOT) -> Memory:
@@ -101,10 +101,17 @@ def clean_code(root: Path = ROOT) -> Iterator[tuple[int, int]]:
             yield span
 
 
-def _affinity() -> int:
+def allowed_cores() -> list[int]:
+    """Numbers of the cores that the calling thread may use; all of them where the system cannot say."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def compute_on(cores: Collection[int]) -> None:
+    """Keep the calling thread, and threads that it starts from now on, to these cores, where the system has a way to."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 def _host_memory(root: Path) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
+from triblade import host
 from triblade.config import DeployConfig, Plan, ServerConfig
 from triblade.config.environment import visible_devices
 from triblade.deploy.accepted import Accepted
@@ -112,7 +112,7 @@ class LocalRun:
     def _cores(self, prefill: int, decode: int) -> Iterator[dict[str, str]]:
         """vLLM starts a thread on each core it is given."""
         engine = self.plan.decode
-        allowed = engine.cpu_cores or sorted(os.sched_getaffinity(0))[: engine.threads]
+        allowed = engine.cpu_cores or host.allowed_cores()[: engine.threads]
         topology = type(self.plan.topology)(
             prefill_workers=prefill, decode_workers=decode, prefill_threads=self.plan.topology.prefill_threads
         )

@@ -6,11 +6,11 @@ threads of one core stay together. Reads sysfs below a root that tests replace; 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from triblade import host
 from triblade.errors import ConfigError
 
 ROOT = Path("/")
@@ -54,7 +54,7 @@ def split_cores(
     """
     if not 0 < prefill_share < 1:
         raise ConfigError(f"prefill_share must be between 0 and 1, got: {prefill_share}", param="prefill_share")
-    usable = _affinity() if allowed is None else sorted(allowed)
+    usable = host.allowed_cores() if allowed is None else sorted(allowed)
     nodes = [cores for cores in (_grouped(node, root) for node in _nodes(usable, root)) if cores]
     if len(usable) == 1:
         warning = f"there is one core, {usable[0]}: both roles take turns on it, and streams stutter"
@@ -135,9 +135,3 @@ def _grouped(threads: Sequence[int], root: Path) -> list[tuple[int, ...]]:
 
 def _flat(nodes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
     return tuple(thread for node in nodes for core in node for thread in core)
-
-
-def _affinity() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

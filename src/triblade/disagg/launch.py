@@ -8,7 +8,6 @@ Where there are enough devices each worker has its own; else the memory that one
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,7 +87,7 @@ def planned(deployment: Deployment, model: OpenModel) -> list[WorkerProcess]:
     device, _ = select_device(engine.device)
     check_device(deployment.transfer, device)
     devices = place_devices(topology, visible_devices()) if device.type == "cuda" else Placement({}, "no device")
-    cores = place_cores(topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    cores = place_cores(topology, engine.cpu_cores or host.allowed_cores())
     (devices if device.type == "cuda" else cores).report()
     whole = prepare(engine, model, device, copies=1 if devices.shares else sum(counts.values()))
     processes: list[WorkerProcess] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -68,7 +67,7 @@ class Lane:
 
     def enter(self) -> None:
         """The calling thread computes here from now on, and so do threads that it starts (but for their streams)."""
-        os.sched_setaffinity(0, self.cores)
+        host.compute_on(self.cores)
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
 
@@ -222,7 +221,7 @@ def start_threads(deployment: Deployment) -> TwoEngines:
     engine, (device, reason) = deployment.engine, select_device(deployment.engine.device)
     log.info("device %s: %s; two engines in this process", device, reason)
     model = open_model(engine)
-    placement = place_cores(deployment.topology, engine.cpu_cores or sorted(os.sched_getaffinity(0)))
+    placement = place_cores(deployment.topology, engine.cpu_cores or host.allowed_cores())
     placement.report()
     (prefill_cores,), (decode_cores,) = placement.shares["prefill"], placement.shares["decode"]
     stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if device.type == "cuda" else None

@@ -54,7 +54,7 @@ def run_worker(engine: EngineConfig, worker: WorkerConfig, transfer: TransferCon
     check_device(transfer, select_device(engine.device)[0])
     follow_parent(worker.parent_pipe)
     if worker.cores:
-        os.sched_setaffinity(0, worker.cores)
+        host.compute_on(worker.cores)
         engine = replace(engine, threads=min(engine.threads or len(worker.cores), len(worker.cores)))
     serve = _serve_prefill if worker.role == "prefill" else _serve_decode
     asyncio.run(serve(engine, worker, transfer))
