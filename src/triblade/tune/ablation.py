@@ -16,7 +16,7 @@ from triblade.tune.points import NO_DRAFTER, Point, Space, only, without
 
 FEW_TOKENS = 1.3  # a step with guesses that gives fewer is hardly worth its guesses
 WORSE_ACCEPTANCE = 0.05  # of the share of guesses that are right
-MANY = 4  # requests at once, from which on guesses compete with other requests for the arithmetic
+MANY = 3  # requests at once, from which on guesses compete with other requests for the arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,8 @@ class Corners:
     def _of_quantization(self, rest: Trial) -> Iterator[str]:
         if _in_flight(self.whole) >= MANY:
             yield "with many requests at once operations count more than bytes, and fewer bits save bytes"
-        if self.whole.point.drafter != NO_DRAFTER and self.whole.mean("acceptance_rate") < rest.mean("acceptance_rate"):
+        lost = rest.mean("acceptance_rate") - self.whole.mean("acceptance_rate")
+        if self.whole.point.drafter != NO_DRAFTER and lost > WORSE_ACCEPTANCE:
             yield (
                 f"fewer guesses are right: {self.whole.mean('acceptance_rate'):.0%} instead of "
                 f"{rest.mean('acceptance_rate'):.0%}"
