@@ -128,6 +128,8 @@ def _cell(report: Report, name: str, trials: Sequence[Trial]) -> str:
         return "<td>failed</td>" if trials else "<td>-</td>"
     more = MEASURES[name][2]
     best = (max if more else min)(found, key=lambda trial: trial.mean(name))
+    if name == "quality" and best.measurement is not None and best.measurement.quality is None:
+        return "<td>not measured</td>"
     value, chosen = best.mean(name), " chosen" if best == report.findings.chosen else ""
     ratio = _goodness(report, name, best)
     color = f"rgba({BETTER if ratio > 0 else WORSE},{min(1.0, abs(ratio) / FULL) * STRONGEST:.2f})"
