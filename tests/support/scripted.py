@@ -58,7 +58,12 @@ def _accept(listener: socket.socket, server: Scripted, sent: bytes, resets: bool
 
 def _answer(connection: socket.socket, server: Scripted, sent: bytes, resets: bool) -> None:
     """One request; the whole of it is read, since closing over unread bytes would be a reset."""
-    request = connection.recv(1 << 16)
+    request = b""
+    while b"\r\n\r\n" not in request:
+        received = connection.recv(1 << 16)
+        if not received:
+            return  # nobody asked
+        request += received
     if request.startswith(b"GET /health"):
         connection.sendall(WELL)
         return

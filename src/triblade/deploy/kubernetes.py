@@ -15,13 +15,7 @@ from triblade.config import DeployConfig
 from triblade.deploy.accepted import Accepted
 from triblade.deploy.charts import llm_d, production_stack, router_arguments
 from triblade.deploy.flags import as_comment, losses
-from triblade.deploy.pods import (
-    PORT,
-    PORT_NAME,
-    labels,
-    metadata,
-    workloads,
-)
+from triblade.deploy.pods import PORT, PORT_NAME, labels, metadata, workloads
 from triblade.deploy.translation import Loss, ServedRole, Translation
 from triblade.errors import UnsupportedError
 
@@ -56,9 +50,8 @@ def manifests(config: DeployConfig, accepted: Accepted, translation: Translation
         files[ADAPTER] = yaml.safe_dump(_adapter(), sort_keys=False)
     if all(role.nodes == 1 for role in translation.roles):
         files[VALUES] = head + yaml.safe_dump(production_stack(config, translation, image), sort_keys=False)
-        scaled = (
-            None if config.max_replicas is None else _autoscaler(config, f"{config.name}-decode", translation.roles[-1])
-        )
+        name, grows = f"{config.name}-decode", config.max_replicas is not None
+        scaled = _autoscaler(config, name, translation.roles[-1]) if grows else None
         files[LLM_D] = head + yaml.safe_dump(llm_d(config, translation, image, scaled), sort_keys=False)
     return files
 
