@@ -7,7 +7,7 @@ A WAY is a connector, or a name in the table below. One engine alone (`one-engin
 then gets the same prompts at temperature 0, and an answer is equal or parts at a near tie. What did not start is recorded with the
 first error that it wrote. That keys and values moved is read from the decode engine: `external_prefix_cache_hits_total` counts
 tokens of prompts that it got from a connector and did not compute. `connectors` asks which of them can be made here at all, and
-`ray-files` lets the installed Ray make applications for clusters that are not here. The file is written after each.
+`ray-files` lets the installed Ray read applications for clusters that are not here. The file is written after each.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def connectors(args: argparse.Namespace, _: str) -> dict[str, str]:
 
 
 def ray_applications(args: argparse.Namespace, _: str) -> dict[str, Any]:
-    """Cluster -> what its file asks for, once Ray's builder took it."""
+    """Cluster -> what its file asks for, once Ray has taken it."""
     found = {}
     for name, options in CLUSTERS.items():
         config = DeployConfig(plan=args.plan, target="ray", served_model_name=("model",), **options)
@@ -140,7 +140,7 @@ def tried(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def compared(alone: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
     """With the answers of one engine."""
     pairs = zip(alone, answers, strict=True)
-    partings = [found for one, two in pairs if (found := parting(one, two, ("one_engine", "two_engines"))) is not None]
+    partings = [found for one, two in pairs if (found := parting(one, two, ("one_engine", "deployed"))) is not None]
     return {"equal": len(answers) - len(partings), "of": len(answers), "partings": partings}
 
 

@@ -32,13 +32,12 @@ ENGINE = """
     shutdown_timeout: int = 0
 """
 CLASS = "from dataclasses import dataclass\nfrom typing import Literal\n@dataclass\nclass {}:\n{}"
-RAY_BUILDER = """
-def build_openai_app(args):
-    for one in args["llm_configs"]:
-        unknown = set(one) - {"model_loading_config", "engine_kwargs", "deployment_config", "placement_group_config"}
-        if unknown:
-            raise ValueError(f"not known to LLMConfig: {sorted(unknown)}")
-        if one["engine_kwargs"].get("seed") == 13:
+RAY_CONFIG = """
+class LLMConfig:
+    def __init__(self, model_loading_config, engine_kwargs, deployment_config, placement_group_config):
+        self.engine = engine_kwargs
+    def get_engine_config(self):
+        if self.engine.get("seed") == 13:
             raise ValueError("Unknown engine argument: seed")
 """
 RAY_SCRIPTS = """
@@ -75,7 +74,7 @@ FILES = {
     "vllm/utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser\n",
     "ray/__init__.py": "__version__ = '2.60.0'\n",
     "ray/serve/__init__.py": "",
-    "ray/serve/llm.py": RAY_BUILDER,
+    "ray/serve/llm.py": RAY_CONFIG,
     "ray/serve/scripts.py": RAY_SCRIPTS,
     "vllm/entrypoints/openai/cli_args.py": "def make_arg_parser(p):\n    p.add_argument('--port')\n    return p\n",
 }

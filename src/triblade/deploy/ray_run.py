@@ -1,8 +1,8 @@
 """`deploy --target ray`: the application checked by the installed Ray's own classes, and `serve run` until a signal.
 
-1. Ray's builder makes the application from the file's arguments, so that an unknown one is found before anything starts; 2. `serve
-run` starts it, and a cluster of this host if there is none; 3. the first answer to a request says that it is ready: Ray lists a
-model before its engine has loaded; 4. a signal is passed on as an interrupt, by which Ray takes the application down.
+1. Ray's configuration classes read the engines of the file, so that an unknown option is found before anything starts;
+2. `serve run` starts it, and a cluster of this host if there is none; 3. the first answer to a request says that it is ready: Ray
+lists a model before its engine has loaded; 4. a signal is passed on as an interrupt, by which Ray takes the application down.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 def check_application(files: Mapping[str, str], python: Path) -> str:
-    """Let Ray make the application, without a cluster.
+    """Let Ray read the engines of the application, without a cluster.
 
     Args:
         files: what `ray_files` made.
