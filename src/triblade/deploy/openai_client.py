@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -17,16 +17,12 @@ import httpx
 import orjson
 
 from triblade.bench.http_target import api_url, parse_samples
+from triblade.deploy.openai_errors import failure, refusal
 from triblade.engine.client import EngineLoad
 from triblade.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from triblade.errors import (
     ConfigError,
-    ContextLengthError,
     EngineDeadError,
-    ModelNotFoundError,
-    QueueFullError,
-    RequestError,
-    TribladeError,
     UnsupportedError,
     WorkerLostError,
 )
@@ -35,7 +31,6 @@ from triblade.spec.record import SpeculationCounts
 
 CONNECT_TIMEOUT_S = 5.0
 OF_ENGINES = ("return_token_ids", "priority")  # fields that answers do not depend on
-TOO_LONG = ("context_length_exceeded", "maximum context length", "context length is")
 REASONS: Mapping[str, FinishReason] = {  # vLLM's and others' words; calls of tools end as stops do
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -305,30 +300,6 @@ def request_fields(params: SamplingParams) -> dict[str, Any]:
     return {**found, **asked, "temperature": params.temperature, "max_tokens": params.max_tokens}
 
 
-def refusal(status: int, content: bytes) -> TribladeError:
-    """An answer that is none, as the error that an engine here would raise."""
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        body = {}
-    error = body.get("error", body) if isinstance(body, dict) else {}
-    if not isinstance(error, dict):
-        error = {"message": str(error)}
-    message = str(
-        error.get("message") or error.get("detail") or content[:200].decode(errors="replace") or f"status {status}"
-    )
-    return _error(status, message, str(error.get("code") or ""), error.get("param"))
-
-
-def failure(error: Any) -> TribladeError:
-    """An error within a stream."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    code = told.get("code")
-    return _error(
-        code if isinstance(code, int) else 500, str(told.get("message") or "the server failed"), str(code or ""), None
-    )
-
-
 def load_of(samples: Mapping[str, float]) -> EngineLoad:
     """A page of metrics, ours or vLLM's, as an engine's load."""
 
@@ -352,19 +323,6 @@ def load_of(samples: Mapping[str, float]) -> EngineLoad:
             num_accepted_tokens=whole("spec_decode_num_accepted_tokens_total"),
         ),
     )
-
-
-def _error(status: int, message: str, code: str, param: Any) -> TribladeError:
-    name = param if isinstance(param, str) else None
-    if status in (429, 503) and code != "loading":
-        return QueueFullError(message, hint="try again in a moment")
-    kinds: dict[int, Callable[..., TribladeError]] = {401: ConfigError, 403: ConfigError, 404: ModelNotFoundError}
-    if status in kinds:
-        return kinds[status](message)
-    if status >= 500:
-        return EngineDeadError(message)
-    is_long = any(words in f"{code} {message}" for words in TOO_LONG)
-    return (ContextLengthError if is_long else RequestError)(message, param=name)
 
 
 def _logprobs(found: Mapping[str, Any] | None, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
