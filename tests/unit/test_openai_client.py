@@ -14,7 +14,8 @@ from fake_replica import replica
 from live_server import eventually, live_server
 from routed import router
 
-from triblade.deploy.openai_client import OpenAIClient, failure, load_of, refusal, request_fields
+from triblade.deploy.openai_client import OpenAIClient, load_of, request_fields
+from triblade.deploy.openai_errors import failure, refusal
 from triblade.engine.client import EngineClient
 from triblade.engine.outputs import FinishReason, RequestOutput
 from triblade.errors import (

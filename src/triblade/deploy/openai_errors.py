@@ -1,4 +1,7 @@
-"""Errors of an OpenAI server as those that an engine here raises. Knows no connection."""
+"""Errors of an OpenAI server, as a refusal or within a stream, as those that an engine here raises.
+
+Knows no connection. Invariant: every refusal becomes an error with the server's own words, also one whose body is no JSON.
+"""
 
 from __future__ import annotations
 
