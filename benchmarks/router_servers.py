@@ -26,6 +26,7 @@ from router_fleet import free_port, process, routed, session, wait_for
 
 OPTIONS = ("--threads", "1", "--max-num-seqs", "8", "--num-kv-blocks", "2000", "--log-level", "error")
 USERS, TURNS, ANSWER_TOKENS = 6, 5, 16
+LONGER_TOKENS, SIGNAL_S = 64, 1.5  # answers that still run when the signal comes
 QUESTION = (
     "Tell me more about the {0}, and above all about what makes number {1} of its {2} parts so hard to understand. "
 )
@@ -59,13 +60,13 @@ def pair(model: str) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]
         yield urls, started
 
 
-async def talk(http: aiohttp.ClientSession, url: str, who: str, number: int) -> list[Turn]:
+async def talk(http: aiohttp.ClientSession, url: str, who: str, number: int, answer_tokens: int) -> list[Turn]:
     """One user's conversation; it ends where an answer fails."""
     messages, found = [{"role": "system", "content": f"You answer {who}, user number {number}. " * 8}], []
     for at in range(TURNS):
         question = QUESTION.format(THINGS[number % len(THINGS)], at, 7 + number) * 2
         messages.append({"role": "user", "content": question})
-        turn, text = await say(http, url, messages)
+        turn, text = await say(http, url, messages, answer_tokens)
         found.append(turn)
         if turn.fault:
             break
@@ -73,10 +74,12 @@ async def talk(http: aiohttp.ClientSession, url: str, who: str, number: int) -> 
     return found
 
 
-async def say(http: aiohttp.ClientSession, url: str, messages: Sequence[dict[str, str]]) -> tuple[Turn, str]:
+async def say(
+    http: aiohttp.ClientSession, url: str, messages: Sequence[dict[str, str]], answer_tokens: int
+) -> tuple[Turn, str]:
     """One streamed answer."""
     turn, text = Turn(), ""
-    body = {"messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"messages": messages, "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     try:
         async with http.post(f"{url}/v1/chat/completions", json=body) as response:
@@ -97,10 +100,10 @@ async def say(http: aiohttp.ClientSession, url: str, messages: Sequence[dict[str
     return turn, text
 
 
-async def conversations(url: str, who: str) -> list[Turn]:
+async def conversations(url: str, who: str, answer_tokens: int = ANSWER_TOKENS) -> list[Turn]:
     """All users at once."""
     async with session() as http:
-        found = await asyncio.gather(*(talk(http, url, who, number) for number in range(USERS)))
+        found = await asyncio.gather(*(talk(http, url, who, number, answer_tokens) for number in range(USERS)))
     return [turn for turns in found for turn in turns]
 
 
@@ -147,8 +150,9 @@ def lost(model: str, number: signal.Signals) -> dict[str, Any]:
     with pair(model) as (urls, started), routed(urls) as url:
 
         async def run() -> list[Turn]:
-            asked = asyncio.create_task(conversations(url, number.name))
-            await asyncio.sleep(2.5)
+            asked = asyncio.create_task(conversations(url, number.name, LONGER_TOKENS))
+            await asyncio.sleep(SIGNAL_S)
+            assert not asked.done(), "the load was over before the signal"
             os.kill(started[0].pid, number)
             return await asked
 

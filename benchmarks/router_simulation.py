@@ -94,7 +94,7 @@ SCENARIOS = {
     "long prompts": Scenario(
         traffic=Traffic(request_rate=12.0, prompt_tokens=2500, output_tokens=20, spread=0.9), requests=800, replicas=6
     ),
-    "3 prefill, 5 decode": Scenario(traffic=replace(TALK, request_rate=9.0), requests=1200, replicas=5, prefill=3),
+    "3 prefill, 5 decode": Scenario(traffic=replace(TALK, request_rate=9.0), requests=900, replicas=5, prefill=3),
 }
 
 
