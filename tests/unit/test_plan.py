@@ -31,7 +31,7 @@ from triblade.deploy.translation import translate
 from triblade.errors import ConfigError, ModelNotFoundError, UnsupportedError
 from triblade.tune.bill import HOURS_PER_MONTH, break_even_months, machines, monthly_bill, per_million_tokens
 from triblade.tune.hardware import Hardware, find_hardware, hardware_names
-from triblade.tune.make_plan import commands, make_plan
+from triblade.tune.make_plan import commands, kv_bytes, make_plan, memory_gb
 from triblade.tune.plan_report import as_json, describe
 from triblade.tune.planner import Decision, decide, sequences_of
 from triblade.tune.rules import advice, fitting_rules, workload_of
@@ -234,6 +234,17 @@ def test_a_short_pause_takes_smaller_steps_and_a_shorter_one_workers(
     plan = make_plan(decision, PlanConfig(model=SMALL.name))
     assert plan.decode.max_num_batched_tokens == (chunk or 512)
     assert plan.figure("pause") == pytest.approx(decision.chosen.outcome.pause_s * 1e3, abs=1e-3)
+
+
+def test_both_roles_on_one_device_hold_the_weights_once() -> None:
+    """Rows J3 and J4: what comes twice is the cache and the buffers."""
+    apart, together = pauses(pause_ms=40.0), pauses()
+    topology = make_plan(apart, PlanConfig(model=SMALL.name)).topology
+    assert (topology.prefill_workers, topology.decode_workers, topology.pd_isolation) == (1, 1, "thread")
+    assert apart.chosen.memory.weight_bytes == together.chosen.memory.weight_bytes
+    caches = [kv_bytes(decision, sequences_of(decision.chosen, decision.task)) for decision in (apart, together)]
+    buffers = apart.chosen.memory.activation_bytes
+    assert memory_gb(apart) * 1e9 - caches[0] == pytest.approx(memory_gb(together) * 1e9 - caches[1] + buffers)
 
 
 def test_alone_nobody_pauses_for_others() -> None:

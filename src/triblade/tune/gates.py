@@ -119,7 +119,6 @@ def memory_of(candidate: Candidate, task: Task, sequences: int) -> MemoryPlan:
         layout, weights = replace(layout, draft=group), weights + cost.body_bytes / model.num_layers
     elif candidate.drafter == "draft":
         weights *= 1 + DRAFT_SHARE
-    copies = 2 if candidate.placement == "one" else 1
     available = int(task.site.hardware.memory_bytes * candidate.tensor_parallel)
     config = EngineConfig(
         model=task.shape.name,
@@ -127,9 +126,7 @@ def memory_of(candidate: Candidate, task: Task, sequences: int) -> MemoryPlan:
         max_num_seqs=sequences,
         max_num_batched_tokens=task.site.chunk,
     )
-    return plan_memory(
-        config, task.shape.config, layout, int(copies * weights), Room(available_bytes=available, is_own=True)
-    )
+    return plan_memory(config, task.shape.config, layout, int(weights), Room(available_bytes=available, is_own=True))
 
 
 def context_length(task: Task) -> int:

@@ -120,9 +120,9 @@ def convert_command(candidate: Candidate, config: PlanConfig) -> str:
 
 
 def topology_of(candidate: Candidate, devices: int) -> TopologyConfig:
-    """How many workers of each kind."""
+    """How many workers of each kind; both roles of one device are engines of one process, which hold the weights once."""
     if candidate.placement == "one":
-        return TopologyConfig(prefill_workers=1, decode_workers=1, pd_memory=candidate.split)
+        return TopologyConfig(prefill_workers=1, decode_workers=1, pd_memory=candidate.split, pd_isolation="thread")
     if candidate.placement == "two":
         apart = candidate.prefill_devices
         return TopologyConfig(prefill_workers=apart, decode_workers=devices - apart)
@@ -180,10 +180,10 @@ def memory_gb(decision: Decision) -> float:
     own = memory.total_bytes - memory.kv_bytes
     if decision.task.site.hardware.kind == "cpu":
         held = min(held, touched_bytes(decision))
-        has_workers = decision.chosen.candidate.placement == "one"
-        own += PROCESS_BYTES * (3 if has_workers else 1) + (memory.activation_bytes if has_workers else 0)
+        engines = 2 if decision.chosen.candidate.placement == "one" else 1
+        own += PROCESS_BYTES + (engines - 1) * memory.activation_bytes
         if decision.chosen.candidate.drafter == "eagle":
-            own += HEAD_BYTES * (2 if has_workers else 1)
+            own += engines * HEAD_BYTES
     return (own + held) / 1e9
 
 
