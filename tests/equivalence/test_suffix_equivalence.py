@@ -43,6 +43,8 @@ def prompts() -> list[list[int]]:
 
 
 def suffix_llm(name: str, length: int = 4, **options: Any) -> LLM:
+    """Drafts of a fixed length: an adaptive one depends on what else the machine does."""
+    options = {"draft_policy": "fixed", **options}
     return tiny_llm(model(name), drafter="suffix", num_speculative_tokens=length, **options)
 
 

@@ -65,7 +65,7 @@ def real_server(model: Path, options: Sequence[str] = OPTIONS, name: str = "smol
             process.terminate()
             reader.join()
         assert process.wait(60) == 0, "".join(log)
-        assert "Traceback" not in "".join(log)
+        assert "Traceback" not in "".join(log), "".join(log)
 
 
 def wait_until_ready(process: subprocess.Popen[str], log: list[str]) -> str:
