@@ -86,10 +86,17 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = Field(None, description="Send one more chunk with the usage and without choices.")
 
 
-class SamplingFields(RequestBody):
-    """Fields of everything that is answered with text."""
+class ChoiceFields(RequestBody):
+    """How many choices there are, and how they are sent."""
 
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = None
+    n: Integer | None = Field(None, description="Number of choices per prompt; default 1.")
+
+
+class SamplingFields(RequestBody):
+    """How tokens are chosen, of everything that is answered with text."""
+
     seed: Seed | None = None
     stop: Stop | None = Field(None, description="Strings that end a choice; not part of the answer.")
     temperature: float | None = Field(None, description="0 is greedy; default 1, or the model's.")
@@ -102,11 +109,9 @@ class SamplingFields(RequestBody):
     priority: Integer | None = Field(None, description="Lower is served first; default 0.")
 
 
-class GenerationBody(SamplingFields):
+class GenerationBody(SamplingFields, ChoiceFields):
     """Fields that completions and chat completions share."""
 
-    stream_options: StreamOptions | None = None
-    n: Integer | None = Field(None, description="Number of choices per prompt; default 1.")
     logit_bias: dict[str, float] | None = Field(None, description="Token id (a string of digits) -> -100 to 100.")
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
@@ -199,6 +204,7 @@ class ResponsesRequest(SamplingFields):
         description="A text, or items: messages, calls, their results, reasoning."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = Field(
         None, description="Default: the rest of the context."
     )
