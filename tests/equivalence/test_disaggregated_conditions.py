@@ -14,53 +14,22 @@ from typing import Any
 
 import pytest
 from disaggregated import Pair, pair
-from eagle_heads import WINDOW, Spy, chain, random_weights, target
+from eagle_heads import Spy, chain
+from role_conditions import ENGINES, GREEDY, LENGTHS, NATIVE, model, prompts, saved_head
 from tiny import prompt
 from tiny_engine import tiny_llm
 
 from triblade.llm import Completion
-from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
 from triblade.spec.drafter import Draft, DraftItem, FillsRows
-from triblade.spec.eagle_files import save_eagle, target_facts
-from triblade.spec.self_draft import rounded
 
-LENGTHS = [1, 2, 4, 5, 9, 21, 48]
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "logprobs": {"logprobs": 3},
     "three choices": {"n": 3, "temperature": 0.9, "seed": 5, "logprobs": 2},
     "one token": {"max_tokens": 1},
 }
-DRAFTS = {"draft_policy": "fixed", "num_speculative_tokens": 3}
-ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks of 7": {"max_num_batched_tokens": 7},
-    "suffix": {"drafter": "suffix", **DRAFTS},
-    "self": {"drafter": "self", **DRAFTS},
-    "eagle": {"drafter": "eagle", "draft_confidence": 0.0, **DRAFTS},
-}
 CONNECTORS = ["shm", "tcp"]
-NATIVE: dict[str, Any] = {
-    "deterministic": False,
-    "backend": "native",
-    "quantization": "int4",
-    "kv_cache_dtype": "int8",
-    "block_size": 16,
-    "num_kv_blocks": 64,
-}
-
-
-@cache
-def model(weights: str = "as stored") -> OpenModel:
-    return target() if weights == "as stored" else rounded(target(), 4)
-
-
-@cache
-def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
 
 
 @cache
@@ -71,12 +40,6 @@ def alone(params: str = "greedy", weights: str = "as stored") -> list[list[Compl
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_head(tmp_path_factory.mktemp("head"))
-
-
-def saved_head(path: Path, bits: int = 4) -> Path:
-    weights = random_weights(model(), bits=bits, num_inner=0)
-    save_eagle(path, target_facts(model()), weights, {"window": WINDOW, "inner_layers": []})
-    return path
 
 
 def engine(name: str, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from disaggregated import pair
 from drafters import ScriptedDrafter, speculate
-from tiny import prompt
+from tiny import prompt, prompts_of
 from tiny_engine import open_tiny, tiny_llm
 from wire_tables import table_for
 
@@ -43,10 +43,8 @@ def model(name: str = "llama") -> OpenModel:
     return open_tiny(name)
 
 
-@cache
 def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
+    return prompts_of(LENGTHS)
 
 
 @cache

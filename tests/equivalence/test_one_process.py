@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from disaggregated import Pair
-from eagle_heads import WINDOW, random_weights, target
+from role_conditions import ENGINES, GREEDY, NATIVE, model, prompts, saved_head
 from tiny import prompt
 from tiny_engine import DictionaryCheckpoint, open_tiny, tiny_llm
 from two_engines import ONE_EACH, WAIT_S, Roles, addresses, deployment, lanes, storages, two_engines
@@ -26,46 +26,14 @@ from triblade.engine.engine import Engine
 from triblade.engine.weights import SharedWeights
 from triblade.errors import ConfigError, EngineDeadError, MemoryBudgetError
 from triblade.llm import Completion
-from triblade.models.loader import OpenModel
 from triblade.sampling_params import SamplingParams
-from triblade.spec.eagle_files import save_eagle, target_facts
-from triblade.spec.self_draft import rounded
 
-LENGTHS = [1, 2, 4, 5, 9, 21, 48]
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PARAMS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "three choices": {"n": 3, "temperature": 0.9, "seed": 5, "logprobs": 2},
     "one token": {"max_tokens": 1},
     "prompt logprobs": {"max_tokens": 0, "prompt_logprobs": 1},
 }
-DRAFTS = {"draft_policy": "fixed", "num_speculative_tokens": 3}
-ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunks of 7": {"max_num_batched_tokens": 7},
-    "suffix": {"drafter": "suffix", **DRAFTS},
-    "self": {"drafter": "self", **DRAFTS},
-    "eagle": {"drafter": "eagle", "draft_confidence": 0.0, **DRAFTS},
-}
-NATIVE: dict[str, Any] = {
-    "deterministic": False,
-    "backend": "native",
-    "quantization": "int4",
-    "kv_cache_dtype": "int8",
-    "block_size": 16,
-    "num_kv_blocks": 64,
-}
-
-
-@cache
-def model(weights: str = "as stored") -> OpenModel:
-    return target() if weights == "as stored" else rounded(target(), 4)
-
-
-@cache
-def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
 
 
 @cache
@@ -75,10 +43,7 @@ def alone(params: str = "logprobs", weights: str = "as stored") -> list[list[Com
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("head")
-    weights = random_weights(model(), bits=4, num_inner=0)
-    save_eagle(path, target_facts(model()), weights, {"window": WINDOW, "inner_layers": []})
-    return path
+    return saved_head(tmp_path_factory.mktemp("head"))
 
 
 def options(name: str, head: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_heads import SIZES, WINDOW, random_weights, target
-from tiny import prompt, tiny_model
+from tiny import prompt, prompts_of, tiny_model
 from tiny_engine import open_tiny, tiny_llm
 from torch import Tensor
 
@@ -40,10 +40,8 @@ def model(name: str = "llama") -> OpenModel:
     return open_tiny(name)
 
 
-@cache
 def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
+    return prompts_of(LENGTHS)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,8 @@ def prompt(length: int, seed: int = 0, vocab_size: int = BASE["vocab_size"]) -> 
     """Random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+
+
+def prompts_of(lengths: Iterable[int]) -> list[list[int]]:
+    """A prompt of each length."""
+    return [prompt(length, seed=length) for length in lengths]

@@ -11,6 +11,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from plan_shapes import EIGHT
 
 from triblade.config import DeployConfig, EngineConfig, Plan, TopologyConfig, TransferConfig, WeightPlan, Workload
 from triblade.deploy import translation as tables
@@ -23,22 +24,10 @@ from triblade.deploy.ray_app import FILE, ray_files
 from triblade.deploy.speculative import DRAFTS, DraftFacts
 from triblade.deploy.translation import Translation, translate
 from triblade.errors import ConfigError, UnsupportedError
-from triblade.models.config import model_config
 from triblade.tune.hardware import find_hardware
-from triblade.tune.shape import ModelShape
 
 CUDA, CPU = release("0.33.0", "cuda"), release("0.32.0", "cpu")
 WORKLOAD = Workload(name="chat", prompt_tokens=512, output_tokens=256, concurrency=8)
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
 
 
 def plan(*, workers: tuple[int, int] = (0, 0), transfer: TransferConfig | None = None, **options: Any) -> Plan:
@@ -190,7 +179,7 @@ def test_an_adaptive_policy_becomes_a_table() -> None:
 
 def test_the_draft_table_covers_all_batches_and_falls_with_them() -> None:
     of = plan(drafter="suffix", num_speculative_tokens=6, max_num_seqs=100)
-    table = draft_table(of, ModelShape(name="llama", config=model_config(LLAMA)), find_hardware("h200"))
+    table = draft_table(of, EIGHT, find_hardware("h200"))
     assert table[0][0] == 1
     assert table[-1][1] == 100
     assert all(one[1] + 1 == two[0] for one, two in pairwise(table))
