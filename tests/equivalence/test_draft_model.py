@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import model_drafter, speculate
-from tiny import prompt
+from tiny import prompts_of
 from tiny_engine import open_tiny, plain_decoder, plain_logits, tiny_llm
 from toy import chi_square_p, reference_distribution
 
@@ -35,10 +35,8 @@ def model(seed: int = 0, context: int = 64, layers: int = 3) -> OpenModel:
     return open_tiny("llama", seed=seed, max_position_embeddings=context, num_hidden_layers=layers)
 
 
-@cache
 def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
+    return prompts_of(LENGTHS)
 
 
 @cache

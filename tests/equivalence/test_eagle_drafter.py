@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from eagle_heads import WINDOW, Spy, chain, random_weights
-from tiny import prompt
+from tiny import prompts_of
 from tiny_engine import open_tiny, tiny_llm
 
 from triblade.llm import LLM, Completion
@@ -38,10 +38,8 @@ def model() -> OpenModel:
     return open_tiny("llama", **SIZES)
 
 
-@cache
 def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
+    return prompts_of(LENGTHS)
 
 
 @cache

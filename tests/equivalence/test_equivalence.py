@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import RandomDrafter, ScriptedDrafter, speculate
-from tiny import prompt
+from tiny import prompt, prompts_of
 from tiny_engine import open_tiny, plain_decoder, plain_greedy, plain_logits, tiny_llm
 
 from triblade.llm import Completion
@@ -54,10 +54,8 @@ def model(name: str) -> OpenModel:
     return open_tiny(name)
 
 
-@cache
 def prompts() -> list[list[int]]:
-    shared = prompt(9, seed=99)
-    return [(shared + prompt(length, seed=length))[-length:] for length in LENGTHS]
+    return prompts_of(LENGTHS)
 
 
 @cache

@@ -106,7 +106,7 @@ def cost_of(candidate: Candidate, task: Task) -> StepCost:
 
 
 def memory_of(candidate: Candidate, task: Task, sequences: int) -> MemoryPlan:
-    """What an engine of the candidate takes of a device, weights of both roles included where these share it.
+    """What a candidate takes of a device; where both roles share it they share the weights, too.
 
     Raises:
         TribladeError: it does not fit.
